@@ -54,9 +54,9 @@ from penstock.backends.cuda._tuning import (
 )
 from penstock.quant import GgufTensor, QuantizedTensor
 
-# What a stage holds: ROWS of N rows, CODES and SCALES bytes in each; bytes of a stage, where barriers and sums of parts
-# begin behind the stages, and bytes of it all.
-Ring = namedtuple("Ring", "N ROWS CODES SCALES STAGE BARRIERS PARTIALS BYTES")
+# What a stage holds: ROWS of N rows, CODES and SCALES bytes in each, STRIDE bytes from four rows of codes to the next
+# four; bytes of a stage, where barriers and sums of parts begin behind the stages, and bytes of it all.
+Ring = namedtuple("Ring", "N ROWS CODES SCALES STRIDE STAGE BARRIERS PARTIALS BYTES")
 _STAGES = 2
 _SHARED = 48 << 10  # bytes that PTX may ask for by itself
 
@@ -142,19 +142,23 @@ def _ring(thread, R: tl.constexpr):
 
 
 @triton.jit
-def _fill(ring, stage, source, thread, R: tl.constexpr):
-    """Ask for the rows at `source`, addresses of codes, scales and biases, for a stage: three threads do."""
+def _fill(ring, stage, source, thread, C: tl.constexpr, R: tl.constexpr):
+    """Ask for the rows at `source`, addresses of codes, scales and biases, for a stage: a thread for each four rows of
+    codes, in different warps where that goes, one for the scales and one for the biases.
+    """
     if not WIDENED:
-        CODES: tl.constexpr = R.ROWS * R.CODES
+        COPIES: tl.constexpr = R.ROWS // 4
+        EVERY: tl.constexpr = warps(C) // COPIES
         SCALES: tl.constexpr = R.ROWS * R.SCALES
         barrier = ring + R.BARRIERS + 8 * stage
+        total, first = thread * 0 + (R.ROWS * R.CODES + 2 * SCALES), (thread == 0).to(tl.int32)
         tl.inline_asm_elementwise(
-            _EXPECT_ASM, "=r,r,r,r", [barrier, thread * 0 + (CODES + 2 * SCALES), (thread == 0).to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        start = tl.where(thread == 0, source[0], tl.where(thread == 1, source[1], source[2]))
-        behind = tl.where(thread == 0, 0, tl.where(thread == 1, CODES, CODES + SCALES))
-        size = tl.where(thread == 0, CODES, tl.where(thread < 3, SCALES, 0))
+            _EXPECT_ASM, "=r,r,r,r", [barrier, total, first], dtype=tl.int32, is_pure=False, pack=1
+        )
+        codes, number = thread % EVERY == 0, thread // EVERY
+        start = tl.where(codes, source[0] + number * (4 * R.CODES), tl.where(thread == 1, source[1], source[2]))
+        behind = tl.where(codes, number * R.STRIDE, COPIES * R.STRIDE + tl.where(thread == 1, 0, SCALES))
+        size = tl.where(codes, 4 * R.CODES, tl.where(thread < 3, SCALES, 0))
         tl.inline_asm_elementwise(
             _COPY_ASM, "=r,r,l,r,r", [ring + stage * R.STAGE + behind, start, size, barrier], dtype=tl.int32,
             is_pure=False, pack=1,
@@ -178,37 +182,46 @@ def _scale_bytes(groups):
 
 
 @triton.jit
+def _place(f):
+    """The row of 16 that is the f-th of a product. Its neighbours there are of other copies, which begin in other banks
+    of shared memory.
+    """
+    return f % 4 * 4 + f // 4
+
+
+@triton.jit
 def _load_stage(ring, stage, source, lanes, C: tl.constexpr, R: tl.constexpr):
-    """Words, scales and biases of a lane in the 16 rows of its warp in a stage: of each group those of row r, then
-    those of row r + 8; all scales and biases of row r, then of row r + 8.
+    """Words, scales and biases of a lane in the 16 rows of its warp in a stage: of each group those of the r-th row,
+    then those of the (r + 8)-th; all scales and biases of the first, then of the second.
     """
     part, v, r, q = lanes
     GROUPS: tl.constexpr = warp_groups(C)
     WORDS: tl.constexpr = lane_words(C.BITS, C.GS)
     BYTES: tl.constexpr = C.GS * C.BITS // 8
     SIZE: tl.constexpr = _scale_bytes(GROUPS)
-    row = v * 16 + r
+    row = v * 16 + _place(r)  # the one 8 further in a product is 2 further here
     codes_at = row * R.CODES + part * (GROUPS * BYTES) + q * (4 * WORDS)
     scales_at = row * R.SCALES + part * (2 * GROUPS)
-    codes_in = ring + stage * R.STAGE + codes_at
-    scales_in = ring + stage * R.STAGE + R.ROWS * R.CODES + scales_at
+    PAD: tl.constexpr = R.STRIDE - 4 * R.CODES
+    codes_in = ring + stage * R.STAGE + codes_at + row // 4 * PAD
+    scales_in = ring + stage * R.STAGE + R.ROWS // 4 * R.STRIDE + scales_at
     words, scales, biases = (), (), ()
     for half in tl.static_range(2):
         for i in tl.static_range(2 * GROUPS // SIZE):
             if WIDENED:
-                here = scales_at.to(tl.int64) + (half * 8 * R.SCALES + i * SIZE)
+                here = scales_at.to(tl.int64) + (half * 2 * R.SCALES + i * SIZE)
                 scales += _load(source[1] + here, SIZE, "")
                 biases += _load(source[2] + here, SIZE, "")
             else:
-                scales += _from_ring(scales_in, SIZE, half * 8 * R.SCALES + i * SIZE)
-                biases += _from_ring(scales_in, SIZE, (R.ROWS + half * 8) * R.SCALES + i * SIZE)
+                scales += _from_ring(scales_in, SIZE, half * 2 * R.SCALES + i * SIZE)
+                biases += _from_ring(scales_in, SIZE, (R.ROWS + half * 2) * R.SCALES + i * SIZE)
     for g in tl.static_range(GROUPS):
         for half in tl.static_range(2):
             if WIDENED:
-                here = source[0] + codes_at.to(tl.int64) + (half * 8 * R.CODES + g * BYTES)
+                here = source[0] + codes_at.to(tl.int64) + (half * 2 * R.CODES + g * BYTES)
                 words += (tl.load(here.to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, WORDS)[None, :]),)
             else:
-                words += _from_ring(codes_in, 4 * WORDS, half * 8 * R.CODES + g * BYTES)
+                words += _from_ring(codes_in, 4 * WORDS, half * 2 * R.CODES + g * BYTES)
     return words, scales, biases
 
 
@@ -362,11 +375,11 @@ def _staged_kernel(
     begin = (items.to(tl.int64) * tl.program_id(0) // tl.num_programs(0)).to(tl.int32)
     after = (items.to(tl.int64) * (tl.program_id(0) + 1) // tl.num_programs(0)).to(tl.int32)
     if begin < after:
-        _fill(ring, 0, _source(a, a.w, a.common, begin, matrix, stack, R), thread, R)
+        _fill(ring, 0, _source(a, a.w, a.common, begin, matrix, stack, R), thread, C, R)
         if C.ACT is not None:
-            _fill(ring, 1, _source(a, a.up, a.common_up, begin, matrix, stack, R), thread, R)
+            _fill(ring, 1, _source(a, a.up, a.common_up, begin, matrix, stack, R), thread, C, R)
         elif begin + 1 < after:
-            _fill(ring, 1, _source(a, a.w, a.common, begin + 1, matrix, stack, R), thread, R)
+            _fill(ring, 1, _source(a, a.w, a.common, begin + 1, matrix, stack, R), thread, C, R)
     item = begin
     while item < after:
         tile = item // across
@@ -389,7 +402,7 @@ def _staged_kernel(
             loaded = _load_stage(ring, stage, source, lanes, C, R)
             tl.debug_barrier()
             if now + AHEAD < after:
-                _fill(ring, stage, _source(a, a.w, a.common, now + AHEAD, matrix, stack, R), thread, R)
+                _fill(ring, stage, _source(a, a.w, a.common, now + AHEAD, matrix, stack, R), thread, C, R)
             total = _multiply(loaded, xs, sums, magic, KIND, C)
             _keep(ring, 0, total, lanes, C, R)
             if C.ACT is not None:
@@ -398,7 +411,7 @@ def _staged_kernel(
                 loaded = _load_stage(ring, 1, source, lanes, C, R)
                 tl.debug_barrier()
                 if now + 1 < after:
-                    _fill(ring, 1, _source(a, a.up, a.common_up, now + 1, matrix, stack, R), thread, R)
+                    _fill(ring, 1, _source(a, a.up, a.common_up, now + 1, matrix, stack, R), thread, C, R)
                 above = _multiply(loaded, xs, sums, magic, KIND, C)
                 _keep(ring, 1, above, lanes, C, R)
             if C.S > 1:
@@ -414,10 +427,10 @@ def _staged_kernel(
             first = now % across * R.ROWS + v * 16
             if C.S == 1:
                 for i in tl.static_range(4):
-                    _store(a, total[i], first + i // 2 * 8 + r, ends[i % 2], N)
+                    _store(a, total[i], first + _place(i // 2 * 8 + r), ends[i % 2], N)
             else:
                 for i in tl.static_range(4 // C.S):
-                    _store(a, total[i], first + thread % 16, ends[i], N)
+                    _store(a, total[i], first + _place(thread % 16), ends[i], N)
         item = last
     _clear(a, tl.load(a.tiles + 3 * NT + 1, cache_modifier=".cg"), P, N, thread, C)
 
@@ -434,12 +447,13 @@ def _shape(N: int, K: int, bits: int, gs: int, gated: bool) -> tuple[int, int, R
         return None
     groups, rows = K // gs // parts, 16 * across
     codes, scales = K * bits // 8, K // gs * 2
-    stage = -(-rows * (codes + 2 * scales) // 128) * 128
+    stride = 4 * codes + (16 * lane_words(bits, gs) - 4 * codes) % 128
+    stage = -(-(rows // 4 * stride + 2 * rows * scales) // 128) * 128
     partials = _STAGES * stage + 128
     nbytes = partials + ((1 + gated) * parts * across * 512 if parts > 1 else 0)
     if codes % 16 or rows * scales % 16 or (groups > 1 and groups % 2) or nbytes > _SHARED:
         return None
-    return parts, across, Ring(N, rows, codes, scales, stage, _STAGES * stage, partials, nbytes)
+    return parts, across, Ring(N, rows, codes, scales, stride, stage, _STAGES * stage, partials, nbytes)
 
 
 def stages(x: torch.Tensor, N: int, tiles: Tiles, act: str | None, *weights: QuantizedTensor | None) -> bool:
