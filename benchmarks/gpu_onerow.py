@@ -7,10 +7,12 @@ its replay, bit for bit, and those of the other ways.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from gpu_evidence import evidence
 
 from penstock import api
 from penstock.analysis.trace import taken_layers
-from penstock.backends.cuda import _chosen, _shared_down
+from penstock.backends.cuda import _chosen, _delta_step, _shared_down, _tuning
 from penstock.backends.cuda._matvec import Config
 from penstock.engine.steps import Run, step_arrays, table_width
 from penstock.graph import Program, fuse_cuda
@@ -36,17 +38,33 @@ def launch_of(rows: int, warps: int, blocks: int) -> Callable[..., Config]:
     return lambda *_: Config(1, rows, warps, blocks, {"num_warps": warps, "num_stages": 1})
 
 
-CHOSEN = _chosen.config
-# A way: rules that are left out, numbers of blocks with which down's warps share the common expert, and sizes of gate
-# and up that choose.
-WAYS: dict[str, tuple[set[str], tuple[int, ...], Callable[..., Config]]] = {
-    "neither": ({"moe_route_forward"}, (), CHOSEN),
-    "down shares": ({"moe_route_forward"}, _shared_down.SHARED_DOWN, CHOSEN),
-    "gate and up choose": (set(), (), CHOSEN),
-    "both": (set(), _shared_down.SHARED_DOWN, CHOSEN),
-    "both, gate and up 8 rows by 4 warps": (set(), _shared_down.SHARED_DOWN, launch_of(8, 4, 1)),
-    "both, gate and up 8 rows by 2 warps of 2 blocks": (set(), _shared_down.SHARED_DOWN, launch_of(8, 2, 2)),
-    "both, gate and up 16 rows by 4 warps": (set(), _shared_down.SHARED_DOWN, launch_of(16, 4, 1)),
+@dataclass(frozen=True)
+class Way:
+    """Rules that are left out, and what names in modules stand for while the step is captured."""
+
+    without: tuple[str, ...] = ()
+    patches: tuple[tuple[Any, str, Any], ...] = ()
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        before = [(module, name, getattr(module, name)) for module, name, _ in self.patches]
+        for module, name, value in self.patches:
+            setattr(module, name, value)
+        yield
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+ROUTER = ("moe_route_forward",)
+APART = (_shared_down, "SHARED_DOWN", ())
+STATE = (_delta_step, "DELTA_STEP", (_tuning.DELTA_STEP[0]._replace(prefetch=True), _tuning.DELTA_STEP[1]))
+WAYS = {
+    "the router chooses, down apart": Way(ROUTER, (APART,)),
+    "gate and up choose, down apart": Way((), (APART,)),
+    "the router chooses": Way(ROUTER),
+    "as it is": Way(),
+    "convolution fetches the state": Way((), (STATE,)),
+    "gate and up 8 rows by 4 warps": Way((), ((_chosen, "config", launch_of(8, 4, 1)),)),
 }
 
 
@@ -75,7 +93,7 @@ class Step:
         for name, array in self.arrays.items():
             array.copy_(self.start[name])
 
-    def bound(self, without: set[str]) -> Any:
+    def bound(self, without: tuple[str, ...]) -> Any:
         rules = [each for each in RULES if each.offers.__name__ not in without]
         graph = rewritten(self.graph, "cuda", rules)
         fuse_cuda.fetch_ahead(graph)
@@ -122,9 +140,10 @@ def main() -> None:
     step = Step(args.model, args.layers, args.depth)
     replays, logits, rows = {}, {}, []
     with step.device.running(deterministic=False):
-        for name, (without, _shared_down.SHARED_DOWN, _chosen.config) in WAYS.items():
-            bound, nodes = step.bound(without)
-            logits[name], replays[name] = step.checked(name, bound)
+        for name, way in WAYS.items():
+            with way.taken():
+                bound, nodes = step.bound(way.without)
+                logits[name], replays[name] = step.checked(name, bound)
             first = next(iter(logits.values()))
             error = float((logits[name].double() - first.double()).norm() / first.double().norm())
             rows.append({"way": name, "nodes": nodes, "error": error})

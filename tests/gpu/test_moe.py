@@ -8,7 +8,7 @@ import torch
 
 import penstock
 from penstock import ops
-from penstock.backends.cuda import _tuning, moe
+from penstock.backends.cuda import _matvec_experts, _shared_down, _tuning, moe
 from penstock.backends.cuda._launch import counters
 from penstock.errors import BackendError
 from tests.gpu.common import GPU, reference, run, to_device, to_host
@@ -645,6 +645,210 @@ def test_moe_shared_forward_in_a_chain_of_replays_equals_call_by_call(T, E, dim,
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(got, want)
+
+
+def routed_block(
+    rng: Any,
+    T: int,
+    E: int,
+    k: int,
+    N: int,
+    K: int,
+    bits: int = 8,
+    scored: bool = True,
+    dtype: str = "float32",
+    **form: Any,
+) -> dict[str, Any]:
+    """A call of moe_route_forward; bits: of the router's weight, 0: dense."""
+    given = whole_block(rng, T, E, k, N, K, dtype, **form)
+    experts = {name: value for name, value in given.items() if name.endswith("_w")}
+    router = router_call(rng, T, E, K, int(scored), bits, dtype)
+    rows = {name: router[name] for name in ("x", "norm_weight", "w")}
+    scale = normal(rng, E)
+    return {"residual": given["residual"], **rows, **experts, "per_expert_scale": scale, "top_k": k, "scored": scored}
+
+
+@pytest.fixture
+def chosen_inside(monkeypatch) -> list[int]:
+    """Gate and up choose for up to 4 tokens; tokens of each launch that did."""
+    found: list[int] = []
+    launch = moe.chosen_gate_up
+
+    def counted(x: torch.Tensor, *rest: Any) -> None:
+        found.append(len(x))
+        launch(x, *rest)
+
+    monkeypatch.setattr(moe, "chosen_gate_up", counted)
+    monkeypatch.setattr(moe, "MOE_CHOOSES", 4)
+    return found
+
+
+def check_routed_block(call: dict[str, Any], rel: float = 4e-6) -> Any:
+    got, want = run(ops.moe_route_forward, **call), reference(ops.moe_route_forward, **call)
+    assert_same_bits("ids", got[1], want[1])
+    assert_same_bits("which are NaN", np.isnan(got[2]), np.isnan(want[2]))
+    assert_close("weights", np.nan_to_num(got[2]), np.nan_to_num(want[2]), 2e-5, 1.0)
+    odd = np.isnan(want[0])
+    assert_same_bits("rows of NaN", np.isnan(got[0]), odd)
+    close_enough(np.where(odd, 0, got[0]), np.where(odd, 0, want[0]), rel)
+    return got
+
+
+@pytest.mark.parametrize(
+    "T, E, k, bits, scored",
+    [(1, 256, 8, 8, True), (1, 33, 3, 0, False), (3, 70, 5, 8, True), (2, 512, 1, 0, True), (1, 40, 40, 8, False),
+     (4, 31, 7, 3, True)],
+)  # fmt: skip
+def test_moe_route_forward_matches_definition(T, E, k, bits, scored, chosen_inside, rng):
+    check_routed_block(routed_block(rng, T, E, k, 96, 64, bits, scored), 2e-5)
+    assert chosen_inside == [T]
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_moe_route_forward_of_odd_rows(nan, chosen_inside, rng):
+    """NaN, infinities, a row of no sequence; ties of many experts, which go to the lowest index."""
+    call = routed_block(rng, 4, 40, 6, 32, 64, 0) | {"active": i32(0, 0, -1, 3), "propagate_nan": nan, "top_k": 6}
+    call["x"][0, 7] = np.nan
+    call["x"][1, 9] = np.inf
+    call["w"][3:30] = call["w"][3]
+    call["w"][33:36] = call["w"][33]
+    check_routed_block(call)
+    assert chosen_inside == [4]
+
+
+@pytest.mark.parametrize("first", [0, 1, 5, 28])
+def test_moe_route_forward_ranks_equal_experts_by_index(first, chosen_inside, rng):
+    """Each place of a row whose keys come in pairs, negative ones and zeros of both signs too."""
+    call = routed_block(rng, 1, 32, 8, 32, 32, 0)
+    logits = np.repeat(np.arange(16, dtype=np.float32) - 4, 2)[rng.permutation(32)]
+    logits[first : first + 2] = 0.0, -0.0
+    call["x"], call["norm_weight"] = np.zeros((1, 32), np.float32), np.ones(32, np.float32)
+    call["x"][0, 0] = 1
+    call["w"] = np.zeros((33, 32), np.float32)
+    call["w"][:32, 0] = logits
+    check_routed_block(call | {"per_expert_scale": None, "eps": 1e-6})
+    assert chosen_inside == [1]
+
+
+def test_moe_route_forward_in_parts_where_it_has_to_be(chosen_inside, rng):
+    """Many tokens, experts of another format than the shared one, more experts than a program looks through."""
+    for call in (
+        routed_block(rng, 5, 12, 3, 32, 32),
+        routed_block(rng, 1, 12, 3, 32, 32) | {"shared_down_w": normal(rng, 32, 32, scale=0.2)},
+        routed_block(rng, 1, 1100, 3, 32, 32),
+    ):
+        check_routed_block(call)
+    assert not chosen_inside
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_moe_route_forward_is_batch_invariant_if_asked(T, chosen_inside, rng):
+    call = routed_block(rng, 5, 20, 4, 32, 64) | {"per_expert_scale": None}
+    part = call | {name: call[name][:T] for name in ("x", "residual")}
+    with penstock.backend("cuda", deterministic=True):
+        whole, some = (
+            to_host(ops.moe_route_forward(**{n: v if v is None else to_device(v) for n, v in each.items()}))
+            for each in (call, part)
+        )
+    for name, a, b in zip(("y", "ids", "weights"), some, whole, strict=True):
+        assert_same_bits(name, a, b[:T])
+    assert not chosen_inside
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("E, dim, width", [(256, 2048, 512), (64, 2048, 1024), (40, 1024, 512)])
+def test_moe_route_forward_in_a_chain_of_replays_equals_call_by_call(E, dim, width, rng):
+    """Kernels that start before the one ahead of them has ended read nothing too soon, ids that it chose neither."""
+    call = {
+        name: to_device(value) for name, value in routed_block(rng, 1, E, 8, width, dim, dtype="bfloat16").items()
+    } | {"per_expert_scale": None}  # fmt: skip
+    parts = {name: call[name] for name in ("norm_weight", "w", "per_expert_scale", "top_k")}
+
+    def chain(x: torch.Tensor, wait: Any) -> list[torch.Tensor]:
+        made = []
+        for _ in range(10):
+            y, ids, weights = ops.moe_route_forward(**{**call, "residual": x, "x": x})
+            wait()
+            x = y * 0.5
+            made += [y, ids, weights]
+            wait()
+        return made
+
+    want = chain(call["x"], torch.cuda.synchronize)
+    _, ids, weights, _ = ops.moe_norm_route(call["x"], **parts, scores=1, write_normed=True)
+    assert torch.equal(want[1], ids) and torch.equal(want[2], weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(call["x"], lambda: None)
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# -- down whose warps share the common expert --------------------------------------------------------------------------
+
+# experts, k, width of an expert, bits and group size: 8, 4 and 4 blocks, the last ones of each expert not full
+SHARED_DOWNS = [(40, 8, 512, 4, 64), (20, 4, 448, 4, 64), (16, 4, 192, 2, 32), (16, 2, 832, 4, 64)]
+
+
+@pytest.fixture
+def shared_downs(monkeypatch) -> list[bool]:
+    """Whether the kernel took each of the calls; as on a GPU of many multiprocessors."""
+    found: list[bool] = []
+    launch = _matvec_experts.shared_down_sum
+
+    def counted(*args: Any) -> bool:
+        found.append(launch(*args))
+        return found[-1]
+
+    monkeypatch.setattr(_matvec_experts, "shared_down_sum", counted)
+    monkeypatch.setattr(_shared_down, "multiprocessors", lambda x: 132)
+    return found
+
+
+@pytest.mark.parametrize("E, k, N, bits, group_size", SHARED_DOWNS)
+@pytest.mark.parametrize("alone", [False, True], ids=["stream", "alone"])
+def test_down_of_one_token_matches_definition(E, k, N, bits, group_size, alone, shared_downs, rng):
+    """With a residual stream and a score, and without either."""
+    call = whole_block(rng, 1, E, k, N, 128, "bfloat16", bits=bits, group_size=group_size)
+    call |= {"residual": None, "shared_score": None} if alone else {"residual": normal(rng, 1, 128)}
+    got, want = run(ops.moe_shared_forward, "rows", **call), reference(ops.moe_shared_forward, **call)
+    close_enough(got, want, 2**-7 if alone else 2e-3)
+    assert shared_downs == [True]
+
+
+def test_down_of_one_token_skips_absent_experts(shared_downs, rng):
+    call = with_fences(whole_block(rng, 1, 40, 8, 512, 64, "bfloat16", bits=4, group_size=64))
+    call |= {"residual": normal(rng, 1, 64), "ids": i32([3, 1, -1, 39, 5, 40, -(2**31), 0])}
+    call["slot_of"] = np.concatenate([np.arange(39), [-1]]).astype(np.int32)
+    here = np.array([[1, 1, 0, 0, 1, 0, 0, 1]], np.float32)
+    safe = {**call, "ids": np.where(here > 0, call["ids"], 3).astype(np.int32), "weights": call["weights"] * here}
+    want = reference(ops.moe_shared_forward, **safe)
+    call["weights"] = np.where(here > 0, call["weights"], np.nan).astype(np.float32)
+    close_enough(run_unchecked(ops.moe_shared_forward, "rows", call), want, 2e-3)
+    assert shared_downs == [True]
+
+
+def test_down_of_one_token_writes_over_the_residual(shared_downs, rng):
+    call = whole_block(rng, 1, 40, 8, 512, 64, "bfloat16", bits=4, group_size=64) | {"residual": normal(rng, 1, 64)}
+    want = reference(ops.moe_shared_forward, **call)
+    made = {name: value if value is None else to_device(value) for name, value in call.items()}
+    with penstock.backend("cuda"):
+        ops.moe_shared_forward(**made, out=made["residual"])
+    close_enough(made["residual"].cpu().numpy(), want, 2e-3)
+    assert shared_downs == [True]
+
+
+@pytest.mark.parametrize(
+    "T, k, N, dtype, form",
+    [(2, 8, 512, "bfloat16", {"bits": 4}), (1, 7, 512, "bfloat16", {"bits": 4}), (1, 8, 1024, "bfloat16", {"bits": 4}),
+     (1, 8, 512, "float16", {"bits": 4}), (1, 8, 512, "bfloat16", {"bits": 8})],
+)  # fmt: skip
+def test_down_of_other_sizes_goes_another_way(T, k, N, dtype, form, shared_downs, rng):
+    call = whole_block(rng, T, 64, k, N, 64, dtype, group_size=64, **form) | {"residual": normal(rng, T, 64)}
+    close_enough(run(ops.moe_shared_forward, "rows", **call), reference(ops.moe_shared_forward, **call), 4e-3)
+    assert shared_downs == [False]
 
 
 # -- combination -----------------------------------------------------------------------------------------------------

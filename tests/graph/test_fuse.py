@@ -427,6 +427,20 @@ def norm_moe(h: Value, ids: Value, w: Value) -> Any:
     return outputs, [y, *between]
 
 
+def routed_moe(x: Value, scored: bool = True, keeps: bool = False, rounds: str = "float32", **how: Any) -> Any:
+    """A router and the experts of one row; keeps: the normed row is returned, too."""
+    y = norm(x, 1)
+    w, below = block(7, 1)
+    logits, score = ops.quantized_matmul(y, w, dtype="float32"), ops.quantized_matmul(y, below, dtype="float32")
+    ids, weights = ops.moe_route(logits, vector(7), 3)
+    experts = matrix(7, 64, DIM, seed=1), None, matrix(7, DIM, 32, seed=2)
+    routed = ops.moe_forward(y, ids, weights, *experts, activations=rounds, **how)
+    gate, up = (ops.quantized_matmul(y, matrix(96, DIM, seed=n), rounds) for n in (3, 4))
+    shared = ops.quantized_matmul(ops.swiglu(gate, up), matrix(DIM, 96, seed=5), rounds)
+    total = ops.moe_combine_residual(x, None, None, shared, score if scored else None, moe_sum=routed)
+    return [total, *([y] if keeps else []), *([] if scored else [score])], [y, logits, routed, gate, up, shared]
+
+
 def two(**more: Spec) -> dict[str, Spec]:
     return {"h": ROWS, "x": ROWS, **more}
 
@@ -594,6 +608,7 @@ CASES = {
         lambda x: router(x, more=32), ["moe_norm_route", "gelu_tanh"], {"x": ROW}, devices=CUDA
     ),
     "moe_norm_group_route": Case(group_router, ["moe_norm_group_route"], {"x": ROW}, devices=CUDA),
+    "moe_route_forward": Case(routed_moe, ["moe_route_forward"], {"x": ROW}, devices=CUDA),
     "norm in moe_shared_forward": Case(norm_moe, ["moe_shared_forward"], {"h": ROWS, **CHOSEN}, IDS, devices=CUDA),
 }
 
@@ -858,6 +873,19 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         {"x": ROW},
         "moe_norm_route",
     ),
+    "moe_route_forward of two rows": (routed_moe, {"x": Spec((2, DIM), "float32")}, "moe_route_forward"),
+    "moe_route_forward of experts that may be absent": (
+        lambda x: routed_moe(x, slot_of=np.arange(7, dtype=np.int32)),
+        {"x": ROW},
+        "moe_route_forward",
+    ),
+    "moe_route_forward of rounded rows": (lambda x: routed_moe(x, rounds="int8"), {"x": ROW}, "moe_route_forward"),
+    "moe_route_forward of a row that is returned": (
+        lambda x: routed_moe(x, keeps=True),
+        {"x": ROW},
+        "moe_route_forward",
+    ),
+    "moe_route_forward of another's score": (lambda x: routed_moe(x, scored=False), {"x": ROW}, "moe_route_forward"),
     "norm_matmul of many rows": (norm_matmul, {"x": Spec((9, DIM), "float32")}, "norm_matmul"),
     "norm_matmul for two": (
         lambda x: ([ops.matmul(y, vector(n, DIM)) for y in [norm(x, 1)] for n in (5, 6)], []),

@@ -732,6 +732,36 @@ def _moe_shared_forward_alone(rng, dtype, T, E, k, N, K):
     return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "residual": None}
 
 
+# T, E, k, N, K
+ROUTED_BLOCKS = {
+    "decode": (1, 40, 4, 32, 64),
+    "all": (1, 3, 3, 32, 96),
+    "ragged": (3, 33, 5, 64, 32),
+    "empty": (0, 5, 2, 32, 64),
+}
+
+
+@case("moe_route_forward", sizes=ROUTED_BLOCKS, rel=1e-5, whole=True)
+def _moe_route_forward(rng, dtype, T, E, k, N, K):
+    block = _moe_shared_forward(rng, dtype, max(T, 1), E, k, N, K)
+    block |= {name: block[name][:T] for name in ("residual", "x")}
+    router = {"norm_weight": normal(rng, K, dtype=dtype), "w": quantized(rng, E + 1, K, bits=8), "scored": True}
+    given = ("residual", "x", *(f"{own}{part}_w" for own in ("", "shared_") for part in ("gate", "up", "down")))
+    return {**{name: block[name] for name in given}, **router, "per_expert_scale": None, "top_k": k}
+
+
+@case(
+    "moe_route_forward", sizes={f"joined-{label}": size for label, size in ROUTED_BLOCKS.items()}, rel=1e-5, whole=True
+)
+def _moe_route_forward_joined(rng, dtype, T, E, k, N, K):
+    """Gate and up in one weight, no score, no residual, a dense router, scales of experts, rows of no sequence."""
+    joined = {"gate_w": quantized(rng, E, 2 * N, K), "shared_gate_w": quantized(rng, 2 * N, K)}
+    router = {"w": normal(rng, E, K, dtype="bfloat16", scale=K**-0.5), "per_expert_scale": normal(rng, E)}
+    more = {"active": np.arange(T, dtype=np.int32)[::-1] - 1, "propagate_nan": True, "act": "gelu_tanh", "eps": 1e-5}
+    none = {"up_w": None, "shared_up_w": None, "residual": None, "scored": False}
+    return {**_moe_route_forward(rng, dtype, T, E, k, N, K), **joined, **router, **more, **none}
+
+
 @case("moe_shared_forward", sizes={"int8": (2, 4, 2, 32, 64)}, rel=4e-6, whole=True)
 def _moe_shared_forward_int8(rng, dtype, T, E, k, N, K):
     return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "activations": "int8"}

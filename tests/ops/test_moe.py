@@ -411,6 +411,17 @@ def test_moe_norm_route_is_its_parts(dtype, rng):
     assert_same_bits("weights", weights, own[1])
 
 
+def test_moe_route_forward_is_its_parts(rng):
+    arguments = VALID["moe_route_forward"](rng) | {"active": i32(0, -1, 2, 3), "propagate_nan": True}
+    y, ids, weights = ops.moe_route_forward(**arguments)
+    router = {name: arguments[name] for name in ("x", "norm_weight", "w", "per_expert_scale", "top_k", "active")}
+    h, *chosen, score = ops.moe_norm_route(**router, scores=1, propagate_nan=True, write_normed=True)
+    experts = {name: value for name, value in arguments.items() if name.endswith("_w") and value is not arguments["w"]}
+    want = ops.moe_shared_forward(arguments["residual"], h, *chosen, **experts, shared_score=score)
+    for name, a, b in zip(("y", "ids", "weights"), (y, ids, weights), (want, *chosen), strict=True):
+        assert_same_bits(name, a, b)
+
+
 def test_moe_norm_route_by_hand():
     x, norm = np.array([[3.0, 4.0]], "float32"), np.array([1.0, 2.0], "float32")  # normed: 0.849, 2.263
     w = np.array([[0, 0], [1, 0], [0, 1], [10, 0]], "float32")
@@ -848,6 +859,20 @@ VALID = {
         "shared_score": normal(rng, 4),
         "norm_weight": normal(rng, 64),
     },
+    "moe_route_forward": lambda rng: {
+        "residual": normal(rng, 4, 64),
+        "x": normal(rng, 4, 64),
+        "norm_weight": normal(rng, 64),
+        "w": quantized(rng, 4, 64),
+        "per_expert_scale": normal(rng, 3),
+        "top_k": 2,
+        **_weights(rng),
+        "down_w": quantized(rng, 3, 64, 32),
+        "shared_gate_w": quantized(rng, 96, 64),
+        "shared_up_w": quantized(rng, 96, 64),
+        "shared_down_w": quantized(rng, 64, 96),
+        "scored": True,
+    },
     "moe_biased_forward": lambda rng: {
         "x": normal(rng, 4, 64),
         "ids": i32([2, 0], [1, 2], [0, 1], [2, 1]),
@@ -980,6 +1005,16 @@ WRONG = {
         ({"norm_weight": f32(63)}, ShapeError, r"norm_weight has shape \(63,\), expected \(64,\)"),
         ({"eps": NAN}, InvalidArgument, "eps is nan, expected a finite number"),
         ({"ids": np.full((4, 2), 7, "int32")}, InvalidArgument, "ids has 7, expected -1 to 2"),
+        ({"act": "gelu"}, InvalidArgument, "act is 'gelu', expected one of 'silu', 'gelu_tanh'"),
+    ],
+    "moe_route_forward": [
+        ({"scored": False}, ShapeError, r"per_expert_scale has shape \(3,\), expected \(4,\)"),
+        ({"w": f32(6, 64), "per_expert_scale": None}, ShapeError, r"gate_w has 3 experts, expected 5"),
+        ({"norm_weight": f32(63)}, ShapeError, r"norm_weight has shape \(63,\), expected \(64,\)"),
+        ({"top_k": 4}, InvalidArgument, "top_k is 4, expected 1 to 3"),
+        ({"residual": f32(4, 63)}, ShapeError, r"residual has shape \(4, 63\), expected \(4, 64\)"),
+        ({"shared_down_w": f32(64, 95)}, ShapeError, r"shared_down_w has shape \(64, 95\), expected a last axis"),
+        ({"active": i32(0, 0)}, ShapeError, r"active has shape \(2,\), expected \(4,\)"),
         ({"act": "gelu"}, InvalidArgument, "act is 'gelu', expected one of 'silu', 'gelu_tanh'"),
     ],
     "moe_combine_residual": [

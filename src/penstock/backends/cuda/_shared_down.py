@@ -84,8 +84,9 @@ def _warps(w: Any, h: torch.Tensor, N: int) -> tuple[int, int]:
     if T != 1 or deterministic() or not narrow or 16 * multiprocessors(h) < N:
         return 0, 0
     blocks = (slots - 1) * -(-K // block_codes(bits, gs, 1))
-    fit = [tokens for tokens in (1, 2, 4, 8) if blocks * block_codes(bits, gs, tokens) >= K]
-    return (blocks, fit[-1]) if blocks in SHARED_DOWN and columns(bits, gs, fit[-1]) == columns(bits, gs, 1) else (0, 0)
+    wide = columns(bits, gs, 1)
+    fit = [t for t in (1, 2, 4, 8) if block_codes(bits, gs, t) * blocks >= K and columns(bits, gs, t) == wide]
+    return (blocks, fit[-1]) if blocks in SHARED_DOWN else (0, 0)
 
 
 def shared_down_sum(
