@@ -174,17 +174,20 @@ def node_rows(T: int) -> list[dict[str, Any]]:
 
 # -- sizes of launches -------------------------------------------------------------------------------------------------
 
-# Tiles of experts: rows of a short tile, BN, BK, warps and stages, and registers of a thread at most (0: any). The
-# first is compared with.
+# Tiles of experts: rows of a short tile, BN, BK, warps and stages; registers of a thread at most (0: any); whether a tile
+# may have the rows of a short one more. The first is compared with.
 EXPERT_TILES = (
-    ((32, 128, 64, 4, 3), 0),
-    ((16, 128, 64, 4, 3), 0),
-    ((64, 128, 64, 4, 3), 0),
-    ((32, 128, 32, 4, 4), 0),
-    ((32, 128, 64, 8, 3), 0),
-    ((32, 128, 64, 8, 3), 128),
-    ((32, 128, 128, 8, 3), 128),
-    ((32, 128, 32, 8, 4), 128),
+    ((32, 128, 64, 4, 3), 0, False),
+    ((32, 128, 64, 4, 3), 0, True),
+    ((32, 128, 32, 4, 4), 0, True),
+    ((16, 128, 64, 4, 3), 0, True),
+    ((16, 128, 64, 4, 3), 0, False),
+    ((64, 128, 64, 4, 3), 0, False),
+    ((32, 128, 32, 4, 4), 0, False),
+    ((32, 128, 64, 8, 3), 0, False),
+    ((32, 128, 64, 8, 3), 128, False),
+    ((32, 128, 128, 8, 3), 128, False),
+    ((32, 128, 32, 8, 4), 128, False),
 )
 # Tiles of a router's scores: BM, BN, warps, stages.
 SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (32, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4))
@@ -220,10 +223,10 @@ def expert_sizes(T: int, even: bool) -> list[dict[str, Any]]:
     x, ids, kernel = normal(T, DIM), chosen(T), _grouped._grouped_kernel
     if even:
         ids = (torch.arange(T * TOP, device="cuda") % EXPERTS).int().view(T, TOP)
-    plan = _grouped.group_pairs(ids, EXPERTS)
     wants: list[torch.Tensor] = []
 
-    def timed(name: str) -> list[dict[str, Any]]:
+    def timed(name: str, long: bool) -> list[dict[str, Any]]:
+        plan = _grouped.group_pairs(ids, EXPERTS, long=long)
         h = torch.empty(T, TOP, WIDTH, device="cuda", dtype=torch.bfloat16)
         each = torch.empty(T, TOP, DIM, device="cuda", dtype=torch.bfloat16)
         first = functools.partial(_grouped.grouped_gate_up, x, gate, up, ids, None, "silu", h, plan)
@@ -240,12 +243,12 @@ def expert_sizes(T: int, even: bool) -> list[dict[str, Any]]:
         ]
 
     rows = []
-    for sizes, registers in EXPERT_TILES[: 2 if even else None]:
-        _grouped.GROUPED = {plan.rows: sizes}
+    for sizes, registers, long in EXPERT_TILES[: 2 if even else None]:
+        _grouped.GROUPED = dict.fromkeys(_grouped.GROUPED, sizes)
         _grouped._grouped_kernel = Limited(kernel, registers)
         _grouped._config.cache_clear()
-        name = f"{sizes} {registers or ''}{' even' if even else ''}"
-        rows += attempt(name, functools.partial(timed, name))
+        name = f"{sizes} {registers or ''}{' long' if long else ''}{' even' if even else ''}"
+        rows += attempt(name, functools.partial(timed, name, long))
     _grouped._grouped_kernel = kernel
     return rows
 
