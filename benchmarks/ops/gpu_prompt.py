@@ -174,7 +174,7 @@ def node_rows(T: int) -> list[dict[str, Any]]:
 
 # -- sizes of launches -------------------------------------------------------------------------------------------------
 
-# Tiles of experts: rows of a short tile, BN, BK, warps and stages; registers of a thread at most (0: any); whether a tile
+# Tiles of experts: rows of a short tile, BN, BK, warps, stages; registers of a thread at most (0: any); whether a tile
 # may have the rows of a short one more. The first is compared with.
 EXPERT_TILES = (
     ((32, 128, 64, 4, 3), 0, False),
