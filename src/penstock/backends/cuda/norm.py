@@ -185,7 +185,7 @@ def norm_add_scalar(residual, x, weight, scalar, eps, *, out):
 # bytes     itemsize · rows · dim of x, residual, y and sum
 # limits    BLOCK ≥ dim, a power of two; y and sum may lie over x or residual
 #
-# A thread has four columns that follow each other, in every array. With as many as 16 bytes hold, those of floats of two
+# A thread has four columns that follow each other in every array. With as many as 16 bytes hold, those of floats of two
 # widths pass through shared memory: 40 µs for a [4096, 2048] whose bytes need 24.
 #
 # PDL: its weight comes to the L2 cache before it waits.
