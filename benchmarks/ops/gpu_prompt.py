@@ -174,22 +174,25 @@ def node_rows(T: int) -> list[dict[str, Any]]:
 
 # -- sizes of launches -------------------------------------------------------------------------------------------------
 
-# Tiles of experts: rows of a short tile, BN, BK, warps and stages, and registers of a thread at most (0: any). The
-# first is compared with.
+# Tiles of experts: rows of a short tile, BN, BK, warps, stages; registers of a thread at most (0: any); whether a tile
+# may have the rows of a short one more. The first is compared with.
 EXPERT_TILES = (
-    ((32, 128, 64, 4, 3), 0),
-    ((16, 128, 64, 4, 3), 0),
-    ((64, 128, 64, 4, 3), 0),
-    ((32, 128, 32, 4, 4), 0),
-    ((32, 128, 64, 8, 3), 0),
-    ((32, 128, 64, 8, 3), 128),
-    ((32, 128, 128, 8, 3), 128),
-    ((32, 128, 32, 8, 4), 128),
+    ((32, 128, 64, 4, 3), 0, False),
+    ((32, 128, 64, 4, 3), 0, True),
+    ((32, 128, 32, 4, 4), 0, True),
+    ((16, 128, 64, 4, 3), 0, True),
+    ((16, 128, 64, 4, 3), 0, False),
+    ((64, 128, 64, 4, 3), 0, False),
+    ((32, 128, 32, 4, 4), 0, False),
+    ((32, 128, 64, 8, 3), 0, False),
+    ((32, 128, 64, 8, 3), 128, False),
+    ((32, 128, 128, 8, 3), 128, False),
+    ((32, 128, 32, 8, 4), 128, False),
 )
 # Tiles of a router's scores: BM, BN, warps, stages.
 SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (32, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4))
-# Rows of a program and its warps, of a norm with the sum before it.
-NORM_SHARES = ((1, 4), (1, 2), (1, 8), (2, 4), (2, 8), (4, 8))
+# Warps of a norm with the sum before it.
+NORM_WARPS = (4, 2, 8)
 
 
 class Limited:
@@ -220,10 +223,10 @@ def expert_sizes(T: int, even: bool) -> list[dict[str, Any]]:
     x, ids, kernel = normal(T, DIM), chosen(T), _grouped._grouped_kernel
     if even:
         ids = (torch.arange(T * TOP, device="cuda") % EXPERTS).int().view(T, TOP)
-    plan = _grouped.group_pairs(ids, EXPERTS)
     wants: list[torch.Tensor] = []
 
-    def timed(name: str) -> list[dict[str, Any]]:
+    def timed(name: str, long: bool) -> list[dict[str, Any]]:
+        plan = _grouped.group_pairs(ids, EXPERTS, long=long)
         h = torch.empty(T, TOP, WIDTH, device="cuda", dtype=torch.bfloat16)
         each = torch.empty(T, TOP, DIM, device="cuda", dtype=torch.bfloat16)
         first = functools.partial(_grouped.grouped_gate_up, x, gate, up, ids, None, "silu", h, plan)
@@ -240,12 +243,12 @@ def expert_sizes(T: int, even: bool) -> list[dict[str, Any]]:
         ]
 
     rows = []
-    for sizes, registers in EXPERT_TILES[: 2 if even else None]:
-        _grouped.GROUPED = {plan.rows: sizes}
+    for sizes, registers, long in EXPERT_TILES[: 2 if even else None]:
+        _grouped.GROUPED = dict.fromkeys(_grouped.GROUPED, sizes)
         _grouped._grouped_kernel = Limited(kernel, registers)
         _grouped._config.cache_clear()
-        name = f"{sizes} {registers or ''}{' even' if even else ''}"
-        rows += attempt(name, functools.partial(timed, name))
+        name = f"{sizes} {registers or ''}{' long' if long else ''}{' even' if even else ''}"
+        rows += attempt(name, functools.partial(timed, name, long))
     _grouped._grouped_kernel = kernel
     return rows
 
@@ -271,7 +274,7 @@ def score_sizes(T: int) -> list[dict[str, Any]]:
 
 
 def norm_sizes(T: int) -> list[dict[str, Any]]:
-    """A norm with the sum before it, with each of `NORM_SHARES`."""
+    """A norm with the sum before it, with each of `NORM_WARPS`."""
     from penstock.backends.cuda import norm
 
     w, out = normal(DIM, dtype=torch.float32), (normal(T, DIM), torch.empty(T, DIM, device="cuda"))
@@ -286,9 +289,9 @@ def norm_sizes(T: int) -> list[dict[str, Any]]:
         calls = [functools.partial(ops.residual_norm, *each, w, 1e-6, True, out=out) for each in sets]
         return [row("residual_norm", name, seconds(calls), T * DIM * 12)]
 
-    for R, warps in NORM_SHARES:
-        norm.tile = lambda op, dim, *more, R=R, warps=warps: whole(op, dim, *more)._replace(R=R, warps=warps)
-        rows += attempt(f"T={T} {R} rows, {warps} warps", functools.partial(timed, f"T={T} {R} rows, {warps} warps"))
+    for warps in NORM_WARPS:
+        norm.tile = lambda op, dim, *more, warps=warps: whole(op, dim, *more)._replace(warps=warps)
+        rows += attempt(f"T={T} {warps} warps", functools.partial(timed, f"T={T} {warps} warps"))
     norm.tile = whole
     return rows
 

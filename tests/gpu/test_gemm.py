@@ -172,6 +172,29 @@ def test_grouped_experts_in_whole_and_short_tiles(rng, monkeypatch):
     assert torch.equal(again, y)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_grouped_experts_in_long_tiles(joined, rng, monkeypatch):
+    monkeypatch.setattr(_grouped, "GROUPED_LONG", (32,))
+    monkeypatch.setattr(_grouped, "_tile_rows", lambda *_: 32)  # and 16 more
+    T, E, K, N, dim = 150, 3, 128, 96, 70
+    gate, up, down = (
+        to_device(quantized(rng, E, *shape, dtype="float16")) for shape in ((N * (1 + joined), K), (N, K), (dim, N))
+    )
+    x, weights = to_device(normal(rng, T, K, dtype="float16")), to_device(np.abs(normal(rng, T, 1)))
+    # tiles of 41; 48 and 9; 20; of none 32
+    ids = np.repeat(np.array([0, 1, 2, -1], np.int32), [41, 57, 20, 32])[rng.permutation(T)][:, None]
+    assert _grouped._takes_long(x, gate, down) and _grouped.group_pairs(to_device(ids), E, long=True).more == 16
+    each, y, want_y = poison(T, 1, dim, like=x), poison(T, dim, like=x), poison(T, dim, like=x)
+    _grouped.grouped_mlp(x, gate, None if joined else up, down, to_device(ids), None, "silu", each)
+    _grouped.sum_of_chosen(each, weights, to_device(ids), None, y)
+    assert not each[to_device(ids)[:, 0] < 0].any()
+    h = poison(T, 1, N, like=x)
+    _grouped.grouped_gate_up(x, gate, None if joined else up, to_device(ids), None, "silu", h)
+    _grouped.grouped_down_sum(h, down, to_device(ids), weights, None, want_y)
+    assert torch.equal(y, want_y)
+    check(y, expected(x, gate, None if joined else up, down, ids, weights, "silu", h)[1])
+
+
 # -- on a GPU only ---------------------------------------------------------------------------------------------------
 
 

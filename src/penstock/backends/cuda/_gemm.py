@@ -260,6 +260,24 @@ def accumulate(acc, a, x_start, x_live, w_start, s_start, b_start, first, last, 
 
 
 @triton.jit
+def accumulate_both(one, two, a, x_start, x_live, more_start, more_live, starts, C: tl.constexpr):
+    """one + W · xᵀ and two + W · zᵀ over K, z being more rows of x; W starts as `starts` say: codes, scales, biases."""
+    for k in range(0, C.K, C.BK):
+        codes = load_codes(a.w[0], starts[0], k, C)
+        s = load_scales(a.w[1], starts[1], k, C)
+        b = None if is_float(C.BITS) else load_scales(a.w[2], starts[2], k, C)
+        w = weight_tile(codes, s, b, C)
+        x = load_tile(a.x, x_start, x_live, k, C).to(C.DTYPE)
+        z = load_tile(a.x, more_start, more_live, k, C).to(C.DTYPE)
+        one = tl.dot(w, tl.trans(x), one)
+        two = tl.dot(w, tl.trans(z), two)
+        if _SETTLE:
+            one = tl.inline_asm_elementwise("", "=f,0", [one], dtype=tl.float32, is_pure=True, pack=1)
+            two = tl.inline_asm_elementwise("", "=f,0", [two], dtype=tl.float32, is_pure=True, pack=1)
+    return one, two
+
+
+@triton.jit
 def weight_starts(row, C: tl.constexpr):
     """Where rows of a weight start: in its codes or numbers, and in its scales and biases; of blocks the rows."""
     if is_blocks(C.BITS):

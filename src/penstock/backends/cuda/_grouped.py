@@ -21,6 +21,7 @@ from penstock.backends.cuda._floats import global_factor, groups_of, is_float, k
 from penstock.backends.cuda._gemm import (
     Constants,
     accumulate,
+    accumulate_both,
     blocks_config,
     dot_dtype,
     dot_order,
@@ -33,9 +34,24 @@ from penstock.backends.cuda._gemm import (
     weight_starts,
     words_fit,
 )
-from penstock.backends.cuda._launch import TL_DTYPES, activation, compiled_for, shared_memory
+from penstock.backends.cuda._launch import (
+    INTERPRETED,
+    TL_DTYPES,
+    activation,
+    capability,
+    compiled_for,
+    shared_memory,
+)
 from penstock.backends.cuda._rows import rounded
-from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS, PLAN_COLUMNS, PLAN_COUNTS, PLAN_MANY
+from penstock.backends.cuda._tuning import (
+    GEMM_WIDE,
+    GROUPED,
+    GROUPED_LONG,
+    GROUPED_ROWS,
+    PLAN_COLUMNS,
+    PLAN_COUNTS,
+    PLAN_MANY,
+)
 from penstock.backends.cuda.elementwise import sum_of_chosen
 from penstock.errors import BackendError
 from penstock.quant import GgufTensor, QuantizedTensor
@@ -43,8 +59,9 @@ from penstock.quant import GgufTensor, QuantizedTensor
 # Arrays of a product: as those of `_gemm`, and a plan.
 _Arrays = namedtuple("_Arrays", "x w out order tiles")
 # What it is compiled for besides `Constants`: pairs of a row of x, act of gate and up (None: one product), codes per
-# unit of the weight that reads out in dot order (0: out as it is), rows of a short tile (0: none).
-_Grouping = namedtuple("_Grouping", "SHARE ACT OUT TAIL")
+# unit of the weight that reads out in dot order (0: out as it is), rows of a short tile (0: none), whether a tile may
+# have so many rows more.
+_Grouping = namedtuple("_Grouping", "SHARE ACT OUT TAIL LONG")
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,8 @@ class Plan:
 
     order: torch.Tensor
     tiles: torch.Tensor
-    rows: int  # pairs in a tile at most
+    rows: int  # pairs in a tile at most, but for
+    more: int = 0  # so many
 
 
 @triton.jit
@@ -161,12 +179,9 @@ def _place_kernel(
 
 
 @triton.jit
-def _tile(a, up, slot, first, end, N, rows, n, G: tl.constexpr, BM: tl.constexpr, C: tl.constexpr):
-    """Columns n … of the pairs at places first … end, at most BM of them, of the expert in this slot."""
+def _starts(up, slot, N, rows, n, G: tl.constexpr, C: tl.constexpr):
+    """Where rows n … of the expert in this slot start: codes, scales, biases; with ACT half of gate, half of up."""
     WIDTH: tl.constexpr = C.BN if G.ACT is None else C.BN // 2
-    place = first + tl.arange(0, BM)
-    live = place < end
-    pair = tl.load(a.order + place, mask=live, other=0)
     row = slot.to(tl.int64) * rows + tl.minimum(n + tl.arange(0, C.BN) % WIDTH, N - 1)
     w_start, s_start = weight_starts(row, C)
     b_start = s_start
@@ -175,8 +190,13 @@ def _tile(a, up, slot, first, end, N, rows, n, G: tl.constexpr, BM: tl.constexpr
         w_start += is_up * up[0]
         s_start += is_up * up[1]
         b_start += is_up * up[2]
-    acc = tl.zeros([C.BN, BM], tl.float32)
-    acc = accumulate(acc, a, (pair // G.SHARE).to(tl.int64) * C.K, live, w_start, s_start, b_start, 0, C.K, C)
+    return w_start, s_start, b_start
+
+
+@triton.jit
+def _store(a, up, acc, pair, live, slot, N, n, G: tl.constexpr, BM: tl.constexpr, C: tl.constexpr):
+    """Sums [BN, BM] of the columns n … of these pairs on their way to out."""
+    WIDTH: tl.constexpr = C.BN if G.ACT is None else C.BN // 2
     if is_float(C.BITS) and a.w[2] is not None:
         which = slot + tl.zeros([C.BN], tl.int64)
         if G.ACT is not None:
@@ -191,6 +211,46 @@ def _tile(a, up, slot, first, end, N, rows, n, G: tl.constexpr, BM: tl.constexpr
     col = n + tl.arange(0, WIDTH)
     at = a.out + pair.to(tl.int64)[:, None] * N + col[None, :]
     tl.store(at, y, mask=live[:, None] & (col[None, :] < N))
+
+
+@triton.jit
+def _pairs(a, first, end, BM: tl.constexpr):
+    """The pairs at places first … end, at most BM of them, and which there are."""
+    place = first + tl.arange(0, BM)
+    return tl.load(a.order + place, mask=place < end, other=0), place < end
+
+
+@triton.jit
+def _tile(a, up, slot, first, end, N, rows, n, G: tl.constexpr, BM: tl.constexpr, C: tl.constexpr):
+    """Columns n … of the pairs at places first … end, at most BM of them, of the expert in this slot."""
+    pair, live = _pairs(a, first, end, BM)
+    w_start, s_start, b_start = _starts(up, slot, N, rows, n, G, C)
+    acc = tl.zeros([C.BN, BM], tl.float32)
+    acc = accumulate(acc, a, (pair // G.SHARE).to(tl.int64) * C.K, live, w_start, s_start, b_start, 0, C.K, C)
+    _store(a, up, acc, pair, live, slot, N, n, G, BM, C)
+
+
+@triton.jit
+def _long_tile(a, up, slot, first, end, N, rows, n, G: tl.constexpr, C: tl.constexpr):
+    """As `_tile` of BM + TAIL pairs: weights are made dense once for both."""
+    pair, live = _pairs(a, first, end, C.BM)
+    more, there = _pairs(a, first + C.BM, end, G.TAIL)
+    one = tl.zeros([C.BN, C.BM], tl.float32)
+    two = tl.zeros([C.BN, G.TAIL], tl.float32)
+    x_start, more_start = (pair // G.SHARE).to(tl.int64) * C.K, (more // G.SHARE).to(tl.int64) * C.K
+    starts = _starts(up, slot, N, rows, n, G, C)
+    one, two = accumulate_both(one, two, a, x_start, live, more_start, there, starts, C)
+    _store(a, up, one, pair, live, slot, N, n, G, C.BM, C)
+    _store(a, up, two, more, there, slot, N, n, G, G.TAIL, C)
+
+
+@triton.jit
+def _zeros(a, first, end, N, n, BM: tl.constexpr, WIDTH: tl.constexpr):
+    """0 in the columns n … of the pairs at places first … end, at most BM of them."""
+    pair, live = _pairs(a, first, end, BM)
+    col = n + tl.arange(0, WIDTH)
+    zeros = tl.zeros([BM, WIDTH], a.out.dtype.element_ty)
+    tl.store(a.out + pair.to(tl.int64)[:, None] * N + col[None, :], zeros, mask=live[:, None] & (col[None, :] < N))
 
 
 # grouped   out[p] = W[e] · x[p // SHARE]ᵀ for the pairs p of expert e; with ACT: act(gate · x) · (up · x)
@@ -214,12 +274,11 @@ def _grouped_kernel(
     first = tl.load(a.tiles + NT + tile)
     end = tl.load(a.tiles + 2 * NT + tile)
     if slot >= S:
-        place = first + tl.arange(0, C.BM)
-        live = place < end
-        pair = tl.load(a.order + place, mask=live, other=0).to(tl.int64)
-        col = n + tl.arange(0, WIDTH)
-        zeros = tl.zeros([C.BM, WIDTH], a.out.dtype.element_ty)
-        tl.store(a.out + pair[:, None] * N + col[None, :], zeros, mask=live[:, None] & (col[None, :] < N))
+        _zeros(a, first, end, N, n, C.BM, WIDTH)
+        if G.LONG:
+            _zeros(a, first + C.BM, end, N, n, G.TAIL, WIDTH)
+    elif G.LONG and end - first > C.BM:
+        _long_tile(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, C)
     elif end - first > G.TAIL:
         _tile(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, C.BM, C)
     elif G.TAIL > 0:
@@ -252,12 +311,16 @@ def _blocks(pairs: int) -> int:
 
 
 def group_pairs(
-    ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None = None, rows: int | None = None, leave: bool = False
-) -> Plan:
-    """Sort the pairs of ids [T, k] by the slot of their expert in a stack of `slots`; leave: those without stay."""
+    ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None = None, rows: int | None = None, leave: bool = False,
+    long: bool = False,
+) -> Plan:  # fmt: skip
+    """Sort the pairs of ids [T, k] by the slot of their expert in a stack of `slots`; leave: those without stay; long:
+    a tile may have the rows of a short one more.
+    """
     P, mapped = ids.numel(), slot_of is not None
     rows = rows or _tile_rows(P, max(1, slots if slot_of is None else slot_of.numel()))
-    NT = P // rows + slots + 1
+    more = GROUPED[rows][0] if long and rows in GROUPED_LONG else 0
+    NT = P // (rows + more) + slots + 1
     made = torch.empty(P + 3 * NT, dtype=torch.int32, device=ids.device)
     order, tiles = made[:P], made[P:]
     mapping, experts = (slot_of, slot_of.numel()) if slot_of is not None else (ids, 0)
@@ -267,15 +330,28 @@ def group_pairs(
         grid, by = (len(counts),), max(1, min(64, PLAN_COUNTS // bins))
         _count_kernel[grid](ids, mapping, counts, P, slots, experts, mapped, block, bins, num_warps=4)
         _place_kernel[grid](
-            ids, mapping, counts, order, tiles, P, slots, experts, NT, mapped, leave, rows, block, bins, by,
+            ids, mapping, counts, order, tiles, P, slots, experts, NT, mapped, leave, rows + more, block, bins, by,
             min(block, PLAN_COLUMNS), num_warps=8,
         )  # fmt: skip
-        return Plan(order, tiles, rows)
+        return Plan(order, tiles, rows, more)
     block = min(4096, max(256, triton.next_power_of_2(P)))
     _plan_kernel[(slots + 1,)](
-        ids, mapping, order, tiles, P, slots, experts, NT, mapped, leave, rows, block, num_warps=block // 512 or 1
+        ids, mapping, order, tiles, P, slots, experts, NT, mapped, leave, rows + more, block,
+        num_warps=block // 512 or 1,
+    )  # fmt: skip
+    return Plan(order, tiles, rows, more)
+
+
+def _takes_long(x: torch.Tensor, *stacks: Any) -> bool:
+    """Whether products of x with these experts may have long tiles, whose sums fill the registers: of codes that are
+    made dense two at a time, with Hopper's tensor cores.
+    """
+    if x.dtype is torch.float32 or (INTERPRETED and x.dtype is torch.bfloat16) or capability(x)[0] != 9:
+        return False
+    coded = [w for w in stacks if isinstance(w, QuantizedTensor) and w.mode == "affine"]
+    return len(coded) == len(stacks) and all(
+        pairs_of(w, x.dtype) is not None or (INTERPRETED and w.bits in (2, 4)) for w in coded
     )
-    return Plan(order, tiles, rows)
 
 
 def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> int:
@@ -307,8 +383,9 @@ def _grouped(
         x, is_ordered = ordered(x, bits), True
     plain, even = plainly(dtype, bits, is_ordered), K % (2 * gs) == 0
     tail, BN, BK, warps, stages = _config(plan.rows, bits, plain, even, shared_memory(x))
+    assert plan.more in (0, tail)
     C = Constants(K, bits, gs, words, pairs_of(w, dtype), is_ordered, TL_DTYPES[dtype], plan.rows, BN, BK)
-    G = _Grouping(pairs_per_x, act, out_unit, tail)
+    G = _Grouping(pairs_per_x, act, out_unit, tail, plan.more > 0)
     a = _Arrays(x, arrays, out, plan.order, plan.tiles)
     _grouped_kernel[(NT * triton.cdiv(N, BN // 2 if act else BN),)](
         a, *apart, NT, N, S, rows, G=compiled_for(G), C=compiled_for(C), num_warps=warps, num_stages=stages
@@ -387,7 +464,7 @@ def grouped_mlp(
     unit = units(kind_of(down_w)) if coded and between is None and not isinstance(gate_w, GgufTensor) else 0
     if unit and (4 * unit > 32 or h.shape[-1] % (4 * unit)):  # a tile is 32 columns wide or more
         unit = 0
-    plan = group_pairs(ids, gate_w.shape[0], slot_of, leave=leave)
+    plan = group_pairs(ids, gate_w.shape[0], slot_of, leave=leave, long=coded and _takes_long(x, gate_w, down_w))
     grouped_gate_up(x, gate_w, up_w, ids, slot_of, act, h, plan=plan, out_unit=unit)
     rows = h if between is None else between(h.view(-1, h.shape[-1])).view(h.shape)
     _grouped_down(rows, down_w, plan, each, unit > 0)

@@ -174,6 +174,8 @@ DENSE_BLOCKS = (8, 256)  # rows and columns of GGUF blocks that a program makes 
 # Tiles of pairs of one expert: rows of a short tile (0: none), BN, BK, warps, stages. Short tiles take what is left of
 # an expert beyond whole ones: 1129 → 699 µs at 128 rows and pairs per expert.
 GROUPED = {16: (0, 128, 128, 4, 4), 32: (16, 128, 128, 4, 3), 64: (16, 128, 128, 4, 3), 128: (32, 128, 64, 4, 3)}
+# Rows of a tile that may have those of a short one more, for which its weights are made dense once.
+GROUPED_LONG = (128,)
 # Rows of a tile by the mean of pairs per expert. With 256 experts of 2048 × 512, the whole block in µs: 8 pairs per
 # expert 214 with 16 rows and 225 with 32; 32 pairs 351 with 32 and 360 with 64; 64 pairs 493 with 64 and 538 with 128;
 # 128 pairs 820 and 700.
