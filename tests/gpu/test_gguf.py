@@ -76,6 +76,19 @@ def test_lanes_take_blocks(T, N, K, kind, rng):
     assert_close("h", got, want, 4 * EPS["bfloat16"], np.abs(want).max())
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_lanes_take_rows_of_a_weight_in_blocks(kind, rng):
+    """From row 3 on, where planes begin at any of their numbers; blocks that are in no planes are refused."""
+    x, w = normal(rng, 5, 256, dtype="bfloat16"), some(rng, kind, 23, 256)
+    want = reference(ops.quantized_matmul, x=x, w=GgufTensor(w.packed[3:20].copy(), kind), dtype="float32")
+    with penstock.backend("cuda", variant="lanes"):
+        got = ops.quantized_matmul(to_device(x), to_device(w).rows(slice(3, 20)), dtype="float32")
+        assert_close("y", to_host(got), want, 4e-6 if GPU else 1e-6, np.abs(want).max())
+        if not GPU:
+            with pytest.raises(BackendError, match="variant 'lanes': .*GgufTensor"):
+                ops.quantized_matmul(to_device(x), w.to("torch"))
+
+
 def test_lanes_refuse_other_blocks(rng):
     x = normal(rng, 3, 256, dtype="bfloat16")
     with pytest.raises(BackendError, match="variant 'lanes': .*GgufPlanes.*expected .* Q4_K, Q5_K or Q6_K"):

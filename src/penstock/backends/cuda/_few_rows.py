@@ -55,7 +55,7 @@ from penstock.backends.cuda._tuning import (
 )
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
-from penstock.quant import GgufTensor, QuantizedTensor
+from penstock.quant import GgufPlanes, GgufTensor, QuantizedTensor
 
 # Arrays of a launch. w, up, common, common_up: codes, scales and biases, each None where there are none.
 _Arrays = namedtuple("_Arrays", "w up common common_up x residual order tiles weights score y")
@@ -330,9 +330,12 @@ def _magic(w: QuantizedTensor) -> int:
 
 def _fits(w: Any) -> bool:
     """Whether lanes can read this weight: whole words of a group for each, scales of 16 bits, rows that are aligned."""
-    if isinstance(w, GgufTensor):
-        return w.mode in LANE_BLOCKS and all(array.data_ptr() % 16 == 0 for array in w.arrays)
-    if not isinstance(w, QuantizedTensor):
+    if isinstance(w, GgufPlanes):
+        planes = zip(w.by_name, (16, 8, 8, 2, 2), strict=True)  # bytes that one load takes, of top those of an entry
+        return w.mode in LANE_BLOCKS and all(
+            plane is None or plane.data_ptr() % max(least, plane.element_size()) == 0 for plane, least in planes
+        )
+    if not isinstance(w, QuantizedTensor) or isinstance(w, GgufTensor):
         return False
     if w.bits not in MAGIC or w.scales.element_size() != 2:
         return False
