@@ -4,14 +4,16 @@ import os
 import subprocess
 import sys
 
+import numba
 import numpy as np
 import pytest
 
 import penstock
 from penstock import machine, ops
-from penstock.backends.cpu import _threads, linear
+from penstock.backends.cpu import _simd, _threads, linear
+from penstock.backends.cpu._simd import at
 from penstock.errors import BackendError
-from penstock.quant import ExpertBlobs, QuantizedTensor, pack_codes
+from penstock.quant import E4M3, ExpertBlobs, QuantizedTensor, pack_codes
 from tests.ops.common import assert_close, assert_same_bits, i32, normal, quantized
 
 VARIANTS = [name for name in linear.VARIANTS if linear._runs_here(name)]
@@ -86,6 +88,7 @@ def test_quantized_matmul_of_a_few_rows_has_the_bits_of_many(bits, K, rng):
         {"bits": 3, "group_size": 64},
         {"mode": "mxfp4"},
         {"mode": "nvfp4"},
+        {"mode": "mxfp8"},
     ],
     ids=str,
 )
@@ -105,6 +108,48 @@ def test_expert_matmul_of_any_width_has_the_bits_of_every_way(form, K, rng):
             assert_same_bits(f"{variant}, row {t}", alone, want[t : t + 1])
             plain = on_cpu(ops.quantized_matmul, x[t], experts[ids[t, 0]], "int8", variant=variant)
             assert_same_bits(f"{variant}, row {t} of a plain product", plain, want[t])
+
+
+@pytest.mark.skipif("vnni" not in VARIANTS, reason="AVX-512 VNNI")
+@pytest.mark.parametrize("vbmi", [True, False])
+def test_mxfp8_sums_are_those_of_whole_numbers(vbmi, monkeypatch, rng):
+    """Every code as E4M3 · 2^9, also on CPUs that cannot look up bytes in 128 others; the largest sums fit 32 bits."""
+    monkeypatch.setattr(_simd, "_has_vbmi", lambda real=_simd._has_vbmi: vbmi and real())
+    K, n, kind, how = 640, 4, _simd.MXFP8, _simd.VNNI
+
+    @numba.njit
+    def by_rows(codes, xq, sums):
+        return _simd.group_dots(at(codes, 0), at(xq, 0), at(sums, 0), n, K, 32, kind, how)
+
+    @numba.njit
+    def by_panel(codes, xq, sums, scales, delta, acc, y):
+        panel = np.empty(K * 16, np.uint8)
+        _simd.code_panel(at(codes, 0), K, 16, at(panel, 0), K, kind)
+        nan = _simd.e4m3_panel(at(panel, 0), at(sums, 0), K // 32)
+        p, s, b, x, d = at(panel, 0), at(scales, 0), at(sums, 0), at(xq, 0), at(delta, 0)
+        _simd.panel_dots(p, s, b, x, d, d, at(acc, 0), at(y, 0), 16, 16, K, 32, p, kind, n)
+        return nan
+
+    codes = np.arange(16 * K).astype(np.uint8).reshape(16, K)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    codes[3], codes[4] = 0x7E, 0xFE  # the largest numbers
+    xq = rng.integers(-127, 128, (n, K)).astype(np.int8)
+    xq[1] = 127
+    whole = (E4M3[codes] * 512).astype(np.int64)
+    want = (xq[:, None].astype(np.int64) * whole).reshape(n, 16, K // 32, 32).sum(-1)
+    assert np.abs(want).max() == 448 * 512 * 127 * 32
+    for r in range(16):
+        sums = np.zeros((n, K // 32), np.int32)
+        assert not by_rows(codes[r], xq, sums)
+        np.testing.assert_array_equal(sums, want[:, r])
+    for group in range(0, K // 32, 7):  # one at a time: a float32 has no room for all
+        delta, y = np.zeros((n, K // 32), np.float32), np.zeros((n, 16), np.float32)
+        delta[:, group] = 1
+        scales, start, acc = (np.ones(size, np.float32) for size in (K // 2, K // 2, 16 * 16 * n))
+        assert not by_panel(codes, xq ^ np.int8(-128), start, scales, delta, acc, y)
+        np.testing.assert_array_equal(y, want[:, :, group].astype(np.float32) * np.float32(_simd.E4M3_UNIT))
+    codes[9, 600] = 0xFF
+    assert by_rows(codes[9], xq, sums) and by_panel(codes, xq, start, scales, delta, acc, y)
 
 
 @pytest.mark.parametrize("activations", ["int8", "float32"])

@@ -7,8 +7,7 @@ group of the weight (as CPU kernels do for speed):
     delta = max|x| / 127, xq = rint(x / delta) in float32
     y = Σ_g (scale_g · delta_g · Σ_j code_j · xq_j + bias_g · delta_g · Σ_j xq_j)
 
-In modes that are not affine code_j is the float it stands for, and bias is 0. E4M3 floats (mxfp8) are no small integers
-times a unit: with them x stays as it is.
+In modes that are not affine code_j is the float it stands for, and bias is 0.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _int8_product(x: Array, w: QuantizedTensor) -> Array:
 
 def product(x: Array, w: Array | QuantizedTensor, activations: str = "float32") -> Array:
     """x [T, K] times w [N, K] transposed, in float64. Dense weights are always exact."""
-    if activations == "int8" and isinstance(w, QuantizedTensor) and w.format.integers:
+    if activations == "int8" and isinstance(w, QuantizedTensor):
         return _int8_product(x, w)
     y = np.empty((len(x), w.shape[0]))
     for rows, part in _blocks(w):

@@ -28,13 +28,12 @@ class Mode:
     scale_dtypes: tuple[str, ...]
     biases: bool = False
     global_scale: bool = False
-    integers: bool = True  # codes are integers times a unit: what activations of 8 bits are multiplied with exactly
 
 
 MODES: Mapping[str, Mode] = {
     "affine": Mode((1, 2, 3, 4, 5, 6, 8), (32, 64, 128), 4, 64, FLOATS, biases=True),
     "mxfp4": Mode((4,), (32,), 4, 32, ("uint8",)),
-    "mxfp8": Mode((8,), (32,), 8, 32, ("uint8",), integers=False),
+    "mxfp8": Mode((8,), (32,), 8, 32, ("uint8",)),
     "nvfp4": Mode((4,), (16,), 4, 16, ("uint8",), global_scale=True),
 }
 BITS = MODES["affine"].bits
@@ -60,11 +59,6 @@ class Format(NamedTuple):
     def parts(self) -> tuple[str, ...]:
         """Names of the tensors of a weight in a checkpoint, behind its path; a global scale is left out."""
         return ("weight", "scales", "biases") if MODES[self.mode].biases else ("weight", "scales")
-
-    @property
-    def integers(self) -> bool:
-        """Whether products round activations to 8 bits where that is asked for; else they are exact."""
-        return self.mode not in MODES or MODES[self.mode].integers  # blocks of GGUF: integers, all of them
 
     def scale_dtype(self, weights: np.dtype) -> np.dtype:
         """The dtype of scales (and biases) of weights of some dtype."""

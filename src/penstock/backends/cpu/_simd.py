@@ -13,6 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -37,6 +38,33 @@ VNNI, VNNI256, AVX2 = 0, 1, 2
 ANY = 3  # no instruction of a CPU by name
 
 AHEAD = 8192  # bytes of codes fetched into L2 in advance: the CPU's own prefetching stops at pages
+
+
+# E4M3 magnitudes · 2^9 are whole numbers: significands below 16, shifted by 0 to 14 places. Three digits of radix 2^6,
+# the highest first, are bytes, signed or not.
+_SHIFTS = [max(exponent - 1, 0) for exponent in range(16)]
+_PLACES = (12, 6, 0)
+_WHOLE = [(m % 8 + (8 if m > 7 else 0)) << _SHIFTS[m // 8] for m in range(128)]
+_DIGITS = [[whole >> place & 63 for whole in _WHOLE] for place in _PLACES]
+E4M3_NAN = _DIGITS[0][127]  # the highest digit of a NaN code: those of numbers are smaller
+E4M3_UNIT = 2.0**-17  # of whole numbers, next to scales that are multiplied by 256
+
+
+@functools.cache
+def _has_vbmi() -> bool:
+    """Whether Numba compiles for a CPU that looks bytes up in 128 others by one instruction."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return "+avx512vbmi" in features.split(",")
+
+
+def _by_digits(how: int) -> bool:
+    """Whether rows of E4M3 codes are multiplied digit by digit, not by 16-bit products."""
+    return how == VNNI and _has_vbmi()
+
+
+def _nan_shown(how: int) -> int:
+    """The byte that shows a NaN code: its highest digit, or its magnitude."""
+    return E4M3_NAN if _by_digits(how) else 0x7F
 
 
 def width(code: int) -> int:
@@ -141,6 +169,24 @@ class _Code:
                 made.append(self.pair_sums(v[i], v[i + 1]))
         return made
 
+    def sums_of_eight(self, v: list[ir.Value]) -> ir.Value:
+        """Sums of 8 neighbouring lanes of 8 vectors, in order.
+
+        Inside of blocks of four lanes first: as many instructions, of which 3 instead of 14 move lanes between blocks.
+        """
+        low, high = [0, 16, 1, 17], [0, 1, 16, 17]
+        for lanes in (low, high):
+            order = [4 * block + i for block in range(4) for i in lanes]
+            v = [self._halves_added(v[i], v[i + 1], order) for i in range(0, len(v), 2)]
+        # lane i of block j of v[n] has a quarter of vector 4 n + i
+        order = [i + side for side in (0, 16) for block in (0, 8) for i in range(block, block + 4)]
+        total = self.b.add(self.shuffle(*v, order), self.shuffle(*v, [i + 4 for i in order]))
+        return self.shuffle(total, total, [8 * (i // 8) + 4 * (i % 2) + i % 8 // 2 for i in range(LANES)])
+
+    def _halves_added(self, v: ir.Value, w: ir.Value, order: list[int]) -> ir.Value:
+        """Lower halves of blocks of four lanes of v and w, in an order, plus the upper halves in the same."""
+        return self.b.add(self.shuffle(v, w, order), self.shuffle(v, w, [i + 2 for i in order]))
+
     def sums_of_32(self, row: ir.Value, start: ir.Value, kind: int, how: int) -> Callable[[ir.Value], list[ir.Value]]:
         """512 elements of a row of codes, unpacked; the result takes a pointer to x and gives 16 sums over 32, or, of
         nvfp4, 32 sums over 16.
@@ -152,9 +198,7 @@ class _Code:
 
             def natural(x):
                 v = [self.dot(zero, p, self.load(self.at(x, 64 * c, I8), V64B), how) for c, p in enumerate(parts)]
-                while len(v) > 1:
-                    v = [self.pair_sums(v[i], v[i + 1]) for i in range(0, len(v), 2)]
-                return v
+                return [self.sums_of_eight(v)]
 
             return natural
         # 64 bytes hold 128 codes: their low halves meet the even x, their high halves the odd x, in the same lanes
@@ -181,7 +225,7 @@ class _Code:
         return self.looked_up(nibbles, [v + OFFSET for v in TWICE], how)
 
     def looked_up(self, nibbles: ir.Value, table: list[int], how: int) -> ir.Value:
-        """64 bytes below 16 as entries of a table of TWICE, or of TWICE + OFFSET."""
+        """64 bytes below 16 as entries of a table; where `how` is ANY of TWICE, or of TWICE + OFFSET."""
         b = self.b
         table = [v % 256 for v in table]
         if how == VNNI:
@@ -262,6 +306,85 @@ class _Code:
             for part in (0, 4):
                 lanes = [32 if i % 2 == 0 else 8 * (i // 8) + part + i % 8 // 2 for i in range(32)]
                 found.append(b.bitcast(self.shuffle(high, _const(halves, 0), lanes), V16F))
+        return found
+
+    def e4m3_digits(self, codes: ir.Value, how: int) -> list[ir.Value]:
+        """The three digits of the magnitudes of 64 E4M3 codes; of NaN the first one is E4M3_NAN. AVX-512."""
+        b = self.b
+        if _has_vbmi():
+            look = self.function("llvm.x86.avx512.vpermi2var.qi.512", V64B, V64B, V64B, V64B)
+            halves = [[_const(V64B, digits[i : i + 64]) for i in (0, 64)] for digits in _DIGITS]
+            return [b.call(look, [low, codes, high]) for low, high in halves]
+        exponent, significand = self.e4m3_parts(codes, how)
+        wide, made = ir.VectorType(I16, 64), []
+        for place in _PLACES:  # the digit has bits 8 to 13 of the significand, shifted by 8 more than its place
+            by = self.looked_up(exponent, [min(max(s + 8 - place, 0), 14) for s in _SHIFTS], how)
+            shifted = b.lshr(b.shl(b.zext(significand, wide), b.zext(by, wide)), _const(wide, 8))
+            made.append(b.trunc(b.and_(shifted, _const(wide, 63)), V64B))
+        return made
+
+    def e4m3_parts(self, codes: ir.Value, how: int) -> tuple[ir.Value, ir.Value]:
+        """Exponents and significands of 64 E4M3 codes."""
+        b = self.b
+        exponent = b.and_(b.lshr(codes, _const(V64B, 3)), _const(V64B, 15))
+        leading = self.looked_up(exponent, [0] + [8] * 15, how)
+        return exponent, b.or_(b.and_(codes, _const(V64B, 7)), leading)
+
+    def e4m3_dot(self, codes: ir.Value, how: int) -> tuple[Callable[[ir.Value], ir.Value], ir.Value]:
+        """64 E4M3 codes as whole numbers: a function that multiplies them with 64 signed bytes, sums in 16 lanes, of 16
+        neighbours in 4; and bytes of which the largest, `_nan_shown`, are those of NaN codes.
+        """
+        b = self.b
+        if not _by_digits(how):
+            return self.e4m3_pairs(codes, how), b.and_(codes, _const(V64B, 0x7F))
+        digits = self.e4m3_digits(codes, how)
+        return lambda x: self.digits_dot(digits, self.negated(x, codes)), digits[0]
+
+    def digits_dot(self, digits: list[ir.Value], x: ir.Value) -> ir.Value:
+        """`dot` of 64 whole numbers of three digits with 64 signed bytes. AVX-512 VNNI."""
+        total = _const(V16I, 0)
+        for digit in digits:
+            total = self.dot(self.b.shl(total, _const(V16I, 6)), digit, x, VNNI)
+        return total
+
+    def e4m3_pairs(self, codes: ir.Value, how: int) -> Callable[[ir.Value], ir.Value]:
+        """`e4m3_dot` by 16-bit products: (significand · x) · 2^shift, two neighbours summed. AVX2."""
+        b, words, half = self.b, ir.VectorType(I16, 32), ir.VectorType(I32, 8)
+        madd = self.function("llvm.x86.avx2.pmadd.wd", half, ir.VectorType(I16, 16), ir.VectorType(I16, 16))
+        exponent, significand = self.e4m3_parts(codes, how)
+        low, high = (self.looked_up(exponent, [(1 << s) >> byte & 255 for s in _SHIFTS], how) for byte in (0, 8))
+        significand, zero = self.negated(significand, codes), _const(V64B, 0)
+        orders = [[16 * (i // 16) + side + i % 16 // 2 + 64 * (i % 2) for i in range(64)] for side in (0, 8)]
+
+        def widened(v, order):
+            return b.ashr(b.bitcast(self.shuffle(zero, v, order), words), _const(words, 8))
+
+        powers = [b.bitcast(self.shuffle(low, high, order), words) for order in orders]
+        parts = [(order, widened(significand, order), power) for order, power in zip(orders, powers, strict=True)]
+
+        def product(x):
+            total = _const(V16I, 0)
+            for order, by, power in parts:
+                pair = b.mul(by, widened(x, order)), power
+                sums = [b.call(madd, [self.shuffle(v, v, range(i, i + 16)) for v in pair]) for i in (0, 16)]
+                total = b.add(total, self.shuffle(*sums, range(LANES)))
+            return total
+
+        return product
+
+    def negated(self, x: ir.Value, codes: ir.Value) -> ir.Value:
+        """64 bytes, negated where the code is negative."""
+        return self.b.select(self.b.icmp_signed("<", codes, _const(V64B, 0)), self.b.neg(x), x)
+
+    def larger(self, v: ir.Value, w: ir.Value) -> ir.Value:
+        return self.b.call(self.function("llvm.umax.v64i8", V64B, V64B, V64B), [v, w])
+
+    def any_equal(self, tops: list[ir.Value], nan: int) -> ir.Value:
+        """Whether one of the bytes is the one that shows NaN."""
+        found = ir.IntType(1)(0)
+        for top in tops:
+            equal = self.b.bitcast(self.b.icmp_unsigned("==", top, _const(V64B, nan)), I64)
+            found = self.b.or_(found, self.b.icmp_unsigned("!=", equal, I64(0)))
         return found
 
     def all_below(self, values: ir.Value, count: ir.Value, bound: float) -> ir.Value:
@@ -473,7 +596,7 @@ def keep(typingctx, array):
 @intrinsic(prefer_literal=True)
 def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
     """sums[t, g] = Σ code · xq[t] over group g: one packed row of K codes against T rows of K bytes. Of E2M1 the code
-    is twice the float, plus OFFSET.
+    is twice the float, plus OFFSET; of E4M3 it is the float · 2^9, and the result says whether one is NaN.
 
     Codes are taken in blocks of 512. The last one of a ragged row goes over some groups again: their sums are integers,
     so they come out the same, and a block is as fast as 64 elements by themselves. For 4-bit codes x is as `pair_rows`
@@ -481,7 +604,7 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
     """
     if (fixed := _constants(kind, how)) is None:
         return None
-    sig = types.void(_U8, _S8, _INT, types.int64, types.int64, types.int64, kind, how)
+    sig = types.boolean(_U8, _S8, _INT, types.int64, types.int64, types.int64, kind, how)
 
     def codegen(context, builder, sig, args):
         code, (kind, how) = _Code(builder), fixed
@@ -504,11 +627,13 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
         def first(v, n, place):
             code.store(code.shuffle(v, v, range(n)), place)
 
-        def block(i):  # 512 elements: 16 sums over 32, then sums over groups
+        def block(i, *tops):  # 512 elements: 16 sums over 32, then sums over groups
             last = b.sub(K, I64(512))
             k = b.select(b.icmp_signed("<", i, last), i, last)
             for line in range(nbits):
                 code.prefetch(code.at(row, b.add(b.mul(b.lshr(k, I64(3)), I64(nbits)), I64(AHEAD + 64 * line)), I8))
+            if kind == MXFP8:
+                return e4m3_block(k, T, *tops)
             sums_with = code.sums_of_32(row, k, kind, how)
 
             def token(t):
@@ -528,20 +653,41 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
                             with then_128:
                                 first(code.pair_sums(pairs, pairs), 4, place)
 
-            code.loop(0, T, 1, token)
+            return code.loop(0, T, 1, token)
 
-        def one(k, half=False):  # 64 elements, or the last 32
+        def e4m3_block(k, T, top):
+            places = [code.at(row, b.add(k, I64(c)), I8) for c in range(0, 512, 64)]
+
+            def token(t, top, parts=None):
+                v, x = [], x_at(t, k)
+                for c, place in enumerate(places):
+                    product, shown = parts[c] if parts else code.e4m3_dot(code.load(place, V64B), how)
+                    v.append(product(code.load(code.at(x, 64 * c, I8), V64B)))
+                    top = code.larger(shown, top)
+                code.store(code.sums_of_eight(v), target(t, k))
+                return [top]
+
+            if _by_digits(how):  # they are not kept for the next row of x: they are more than there are registers
+                return code.loop(0, T, 1, token, top)
+            parts = [code.e4m3_dot(code.load(place, V64B), how) for place in places]
+            return code.loop(0, T, 1, functools.partial(token, parts=parts), top)
+
+        def one(k, *tops, half=False):  # 64 elements, or the last 32
             part = code.codes(row, k, kind, half, how)
             starts = b.icmp_signed("==", b.and_(k, b.sub(gs, I64(1))), I64(0))
 
-            def token(t):
-                place = target(t, k)
-                v = code.dot(zero, part, code.bytes64(x_at(t, k), 32 if half else 64), how)
+            def token(t, *tops):
+                place, x = target(t, k), code.bytes64(x_at(t, k), 32 if half else 64)
+                if kind == MXFP8:
+                    product, shown = code.e4m3_dot(part, how)
+                    v, tops = product(x), [code.larger(shown, *tops)]
+                else:
+                    v = code.dot(zero, part, x, how)
                 for _ in range(2 if kind == NVFP4 else 3):
                     v = code.pair_sums(v, zero)
                 if kind == NVFP4:
                     first(v, 2 if half else 4, place)
-                    return
+                    return tops
                 with b.if_else(is_32) as (then, otherwise):
                     with then:
                         first(v, 1 if half else 2, place)
@@ -549,15 +695,16 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
                         before = b.select(starts, I32(0), code.load(place, I32))
                         both = b.add(b.extract_element(v, I32(0)), b.extract_element(v, I32(1)))
                         code.store(b.add(before, both), place)
+                return tops
 
-            code.loop(0, T, 1, token)
+            return code.loop(0, T, 1, token, *tops)
 
-        code.loop(0, many, 512, block)
+        tops = code.loop(0, many, 512, block, *[_const(V64B, 0)] * (kind == MXFP8))
         rest = b.select(short, K, I64(0))
         whole = b.and_(rest, I64(-64))
-        code.loop(0, whole, 64, one)
-        code.loop(whole, rest, 64, lambda k: one(k, half=True))
-        return context.get_dummy_value()
+        tops = code.loop(0, whole, 64, one, *tops)
+        tops = code.loop(whole, rest, 64, functools.partial(one, half=True), *tops)
+        return code.any_equal(tops, _nan_shown(how))
 
     return sig, codegen
 
@@ -573,7 +720,9 @@ def _scaled_step(code: _Code, args: Any, kind: int) -> Callable[..., list[ir.Val
         )
         s = code.floats(scales, g, kind, mask)
         d, x = code.floats(delta, g, FLOAT32, mask), code.floats(total, g, FLOAT32, mask)
-        if kind >= WIDE_E8M0:
+        if kind == WIDE_E8M0:
+            return [b.fadd(acc, b.fmul(b.fmul(s, d), b.fmul(b.sitofp(ints, V16F), _const(V16F, E4M3_UNIT))))]
+        if kind > WIDE_E8M0:
             return [b.fadd(acc, b.fmul(b.fmul(s, d), b.fsub(b.sitofp(ints, V16F), x)))]
         acc = b.fadd(acc, b.fmul(b.fmul(s, d), b.sitofp(ints, V16F)))
         return [b.fadd(acc, b.fmul(code.floats(biases, g, kind, mask), x))]
@@ -584,7 +733,7 @@ def _scaled_step(code: _Code, args: Any, kind: int) -> Callable[..., list[ir.Val
 @intrinsic(prefer_literal=True)
 def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
     """Σ_g (scale_g · delta_g) · sums_g + bias_g · total_g; lane g % 16 collects group g, then the lanes' tree. With
-    scales of bytes Σ_g (scale_g · delta_g) · (sums_g − total_g).
+    scales of E2M1 Σ_g (scale_g · delta_g) · (sums_g − total_g), of E4M3 Σ_g (scale_g · delta_g) · (sums_g · E4M3_UNIT).
 
     Scales, biases and dense weights come as bytes here and below; `fmt` says what they are.
     """
@@ -693,6 +842,33 @@ def code_panel(typingctx, codes, stride, rows, panel, K, kind):
 
 
 @intrinsic(prefer_literal=True)
+def e4m3_panel(typingctx, panel, sums, groups):
+    """sums[g][16] = −128 · Σ code over group g, the codes of a panel as whole numbers: what `panel_dots` starts with,
+    since its x is 128 too large. int32, though the pointer is to float32. The result says whether a code is NaN.
+    """
+    sig = types.boolean(_U8, _FLOAT, types.int64)
+
+    def codegen(context, builder, sig, args):
+        code, b = _Code(builder), builder
+        panel, sums, groups = args
+
+        def group(g, top):
+            total = _const(V16I, 0)
+            for i in range(8):
+                codes = code.load(code.at(panel, b.add(b.mul(g, I64(512)), I64(64 * i)), I8), V64B)
+                digits = code.e4m3_digits(codes, VNNI)
+                total = b.add(total, code.digits_dot(digits, code.negated(_const(V64B, 1), codes)))
+                top = code.larger(digits[0], top)
+            total = b.sub(_const(V16I, 0), b.shl(total, _const(V16I, 7)))
+            code.store(total, code.at(sums, b.mul(g, I64(LANES)), F32))
+            return [top]
+
+        return code.any_equal(code.loop(0, groups, 1, group, _const(V64B, 0)), E4M3_NAN)
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
 def scale_panel(typingctx, scales, stride, rows, panel, groups, fmt):
     """Scales (or biases) of up to 16 rows as float32 panel[groups][16], filled up to a multiple of 16 groups.
 
@@ -729,7 +905,8 @@ def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_str
 
     panel and the order of xq [tokens, K] as in code_panel; scales, biases float32 [K/gs, 16]; delta, total [tokens,
     K/gs]; acc float32 [16, tokens, 16] is scratch; y[t · y_stride + r] for r < rows. Meanwhile 16 rows of packed codes
-    of a kind are fetched from `ahead` on, for the next panel. AVX-512 VNNI.
+    of a kind are fetched from `ahead` on, for the next panel. Of E4M3 xq is unsigned, 128 larger, and biases are the
+    sums of `e4m3_panel`: signs go to the codes, once for all tokens. AVX-512 VNNI.
     """
     if (fixed := _constants(kind, tokens)) is None:
         return None
@@ -762,13 +939,29 @@ def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_str
         def clear(i):
             code.store(zero, code.at(acc, b.mul(i, I64(LANES)), F32))
 
+        def whole_number(digits):
+            total = digits[0]
+            for digit in digits[1:]:
+                total = b.add(b.shl(total, _const(V16I, 6)), digit)
+            return total
+
         code.loop(0, I64(LANES * n), 1, clear)
         x_rows = [code.at(xq, b.mul(I64(t), K), I8) for t in range(n)]
 
         def group(g):
             first = b.mul(g, gs)
 
+            def e4m3_four(k, *ints):
+                codes, made = code.load(code.at(panel, b.mul(k, I64(LANES)), I8), V64B), []
+                digits = [code.negated(digit, codes) for digit in code.e4m3_digits(codes, VNNI)]
+                for t in range(n):
+                    x = b.bitcast(code.splat(code.load(code.at(x_rows[t], k, I8), I32)), V64B)
+                    made += [code.dot(ints[3 * t + i], x, digit, VNNI) for i, digit in enumerate(digits)]
+                return made
+
             def four(k, *ints):
+                if kind == MXFP8:
+                    return e4m3_four(k, *ints)
                 w = code.load(code.at(panel, b.mul(k, I64(LANES)), I8), V64B)
                 return [
                     code.dot(ints[t], w, b.bitcast(code.splat(code.load(code.at(x_rows[t], k, I8), I32)), V64B), VNNI)
@@ -782,16 +975,23 @@ def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_str
                     ints = four(b.add(k, I64(step)), *ints)
                 return ints
 
-            ints = code.loop(first, b.add(first, gs), 16, sixteen, *[_const(V16I, 0)] * n)
+            start = [_const(V16I, 0)]
+            if kind == MXFP8:
+                start = [*start * 2, code.load(code.at(biases, b.mul(g, I64(LANES)), F32), V16I)]
+            ints = code.loop(first, b.add(first, gs), 16, sixteen, *start * n)
+            if kind == MXFP8:
+                ints = [whole_number(ints[3 * t : 3 * t + 3]) for t in range(n)]
             s = code.floats(scales, b.mul(g, I64(LANES)), FLOAT32)
-            bias = None if is_fp4(kind) else code.floats(biases, b.mul(g, I64(LANES)), FLOAT32)
+            bias = None if kind in SCALES else code.floats(biases, b.mul(g, I64(LANES)), FLOAT32)
             lane = b.and_(g, I64(LANES - 1))
             for t in range(n):
                 at = b.add(b.mul(I64(t), groups), g)
                 d, x = (code.splat(code.load(code.at(v, at, F32), F32)) for v in (delta, total))
                 place = code.at(acc, b.mul(b.add(b.mul(lane, I64(n)), I64(t)), I64(LANES)), F32)
                 total_of = b.sitofp(ints[t], V16F)
-                if bias is None:
+                if kind == MXFP8:
+                    total_of = b.fmul(total_of, _const(V16F, E4M3_UNIT))
+                elif bias is None:
                     total_of = b.fsub(total_of, x)
                 a = b.fadd(code.load(place, V16F), b.fmul(b.fmul(s, d), total_of))
                 code.store(a if bias is None else b.fadd(a, b.fmul(bias, x)), place)

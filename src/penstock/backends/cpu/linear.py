@@ -5,7 +5,9 @@ plain product is one group, experts are one group each. Two ways of multiplying:
 
     int8      x is rounded to bytes per group of the weight; codes and bytes meet in integer dot products (exact), and
               (scale · delta) · Σ code·xq + bias · (delta · Σ xq) is added up in float32 in a fixed order; E2M1 floats
-              are u = 2 · float + 12, unsigned, and (scale / 2 · delta) · (Σ u·xq − 12 · Σ xq) is added up
+              are u = 2 · float + 12, unsigned, and (scale / 2 · delta) · (Σ u·xq − 12 · Σ xq) is added up; E4M3 floats
+              are whole numbers of 2⁻⁹ below 2¹⁸, so sums over 32 fit 32 bits (their scales are below 2¹²⁰, since they
+              are multiplied by 256 first), and a NaN code makes its row's results NaN
     float32   weights become float32 rows in cache, products are fused multiply-adds into 16 lanes
 
 In both the order of a sum depends on K alone: not on threads, tokens, tiles or the instructions used.
@@ -116,7 +118,7 @@ class Stack:
     @property
     def rounds(self) -> bool:
         """Whether "int8" rounds what it is multiplied with."""
-        return self.kind not in (0, _simd.MXFP8)
+        return self.kind != 0
 
     @property
     def offset(self) -> float:
@@ -319,9 +321,9 @@ def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
         paired = np.empty((P, paired_size(K)), np.int8)
         pair_rows(xq, paired)
     panelled = xq
-    if _simd.width(w.kind) == 4 and how == _simd.VNNI and P > FEW:
+    if how == _simd.VNNI and P > FEW and (_simd.width(w.kind) == 4 or w.kind == _simd.MXFP8):
         panelled = np.empty((P, K), np.int8)
-        by_size(_panel_rows, _panel_rows_parallel, x.size, xq, panelled)
+        by_size(_panel_rows, _panel_rows_parallel, x.size, xq, w.kind, panelled)
     return Bytes(xq, paired, panelled, delta, total)
 
 
@@ -336,13 +338,18 @@ def _padded_rows(x: np.ndarray, w: Stack) -> Bytes:
     return Bytes(xq, xq, xq, delta, total)
 
 
-# panel_rows  of each 8 bytes the even ones, then the odd ones, as `code_panel` has codes of 4 bits
+# panel_rows  what panels of codes meet: for 4 bits of each 8 bytes the even ones, then the odd ones, as `code_panel`
+#             has them; for mxfp8 x + 128 as unsigned bytes
 # shapes      x, out int8 [P, K], K a multiple of 8
 # threads     prange over rows
 # bytes       2 · P · K
 # limits      none
 @njit
-def _panel_row(x, out):
+def _panel_row(x, kind, out):
+    if kind == _simd.MXFP8:
+        for j in range(x.size):
+            out[j] = x[j] ^ np.int8(-128)
+        return
     for start in range(0, x.size, 8):
         for j in range(4):
             out[start + j] = x[start + 2 * j]
@@ -350,19 +357,21 @@ def _panel_row(x, out):
 
 
 @njit
-def _panel_rows(x, out):
+def _panel_rows(x, kind, out):
     for t in range(x.shape[0]):
-        _panel_row(x[t], out[t])
+        _panel_row(x[t], kind, out[t])
 
 
 @njit(parallel=True)
-def _panel_rows_parallel(x, out):
+def _panel_rows_parallel(x, kind, out):
     for t in prange(x.shape[0]):
-        _panel_row(x[t], out[t])
+        _panel_row(x[t], kind, out[t])
 
 
 _TWICE = np.array(_simd.TWICE, np.int32)
 _E4M3 = np.array(E4M3)
+_E4M3_UNIT = np.float32(_simd.E4M3_UNIT)
+_WHOLE_E4M3 = np.nan_to_num(_E4M3 * 512, nan=0).astype(np.int32)
 
 
 @njit
@@ -479,7 +488,7 @@ def block_size(K):
 # shapes        codes, scales, biases: one row of a Stack; xq int8 [K]; delta, total float32 [K / gs]
 # threads       none: one row against one token
 # bytes         K · bits / 8 + K / gs · 2 · itemsize
-# limits        no fast-math: each product and sum is rounded, lane g % 16 collects group g; no codes of mxfp8
+# limits        no fast-math: each product and sum is rounded, lane g % 16 collects group g
 @njit
 def _portable_dot(codes, scales, biases, form, kind, gs, xq, delta, total):
     lanes = np.zeros(_simd.LANES, np.float32)
@@ -487,9 +496,15 @@ def _portable_dot(codes, scales, biases, form, kind, gs, xq, delta, total):
         dot = 0
         for j in range(g * gs, (g + 1) * gs):
             code = _code_at(codes, j, kind & 15)
-            dot += (_TWICE[code] + _simd.OFFSET if kind > 15 else code) * np.int32(xq[j])
+            if kind == _simd.MXFP8:
+                dot += _WHOLE_E4M3[code] * np.int32(xq[j])
+            else:
+                dot += (_TWICE[code] + _simd.OFFSET if kind > 15 else code) * np.int32(xq[j])
         lane = g % _simd.LANES
         factor = np.float32(_number_at(scales, g, form) * delta[g])
+        if kind == _simd.MXFP8:
+            lanes[lane] = np.float32(lanes[lane] + factor * np.float32(np.float32(dot) * _E4M3_UNIT))
+            continue
         if kind > 15:
             lanes[lane] = np.float32(lanes[lane] + factor * np.float32(np.float32(dot) - total[g]))
             continue
@@ -498,7 +513,16 @@ def _portable_dot(codes, scales, biases, form, kind, gs, xq, delta, total):
     for n in (8, 4, 2, 1):
         for i in range(n):
             lanes[i] = np.float32(lanes[i] + lanes[i + n])
-    return lanes[0]
+    return np.float32(np.nan) if kind == _simd.MXFP8 and _has_nan(codes) else lanes[0]
+
+
+@njit
+def _has_nan(codes):
+    """Whether one of a row of E4M3 codes is NaN."""
+    found = False
+    for code in codes:
+        found |= code & 0x7F == 0x7F
+    return found
 
 
 @functools.cache
@@ -589,7 +613,7 @@ def int8_one(kind: int, how: int) -> Any:
         groups = K // gs
         sums = np.empty(STRIP * groups, np.int32)
         d, sx, ints = at(delta, t * STRIP * groups), at(total, t * STRIP * groups), at(sums, 0)
-        i = 0
+        i, nan = 0, False
         together = 1 if K % 512 == 0 else size // K
         if together and _has_few_groups(groups):
             # The codes of as many short rows as end with a whole block are one row of blocks, and one vector holds
@@ -600,18 +624,22 @@ def int8_one(kind: int, how: int) -> Any:
                 row = first + i
                 for r in range(0, STRIP, together):
                     c, to = at(codes, (row + r) * stride), at(sums, r * groups)
-                    _simd.group_dots(c, x, to, 1, length, gs, kind, how)
+                    nan |= _simd.group_dots(c, x, to, 1, length, gs, kind, how)
                 s, b = at(scales, row * each), at(biases, row * each)
                 terms(ints, s, b, d, sx, STRIP * groups, at(found, 0), form)
                 _sum_terms(found, groups, out, i)
                 i += STRIP
         while i < out.size:
             row = first + i
-            _simd.group_dots(at(codes, row * stride), at(xp, t * xp.shape[1]), ints, 1, K, gs, kind, how)
+            nan |= _simd.group_dots(at(codes, row * stride), at(xp, t * xp.shape[1]), ints, 1, K, gs, kind, how)
             s, b = at(scales, row * each), at(biases, row * each)
             out[i] = scaled(ints, s, b, d, sx, groups, form)
             i += 1
         keep(sums)
+        if nan:
+            for i in range(out.size):
+                if _has_nan(codes[(first + i) // codes.shape[1], (first + i) % codes.shape[1]]):
+                    out[i] = np.float32(np.nan)
 
     return rows
 
@@ -660,14 +688,14 @@ def int8_some(kind: int) -> tuple[Any, Any]:
     """Serial and parallel kernel of a product with some rows of float32, from rounding them to the results in
     one call: AVX-512 VNNI alone.
     """
-    task, panels = _panel_task(kind), _simd.width(kind) == 4
+    task, panels = _panel_task(kind), _simd.width(kind) == 4 or kind == _simd.MXFP8
 
     @njit
     def rounded(x, gs, offset, xq, xp, delta, total):
         for t in range(x.shape[0]):
             int8_row(x[t], gs, offset, xq[t], delta[t], total[t])
             if panels:
-                _panel_row(xq[t], xp[t])
+                _panel_row(xq[t], kind, xp[t])
 
     # int8_some  y[t] = W · int8(x[t]) for one weight and some rows
     # shapes     codes, scales, biases as in Stack, S = 1; x float32 [T, K]; y float32 [T, N]
@@ -728,6 +756,17 @@ def _scale_panels(kind: int) -> Any:
 def _panel_task(kind: int) -> Any:
     """The task of `int8_product` for many tokens, AVX-512 VNNI."""
     scale_panels = _scale_panels(kind)
+    if kind == _simd.MXFP8:
+
+        @njit
+        def add_up(panel, sums, groups):
+            return _simd.e4m3_panel(panel, sums, groups)
+
+    else:
+
+        @njit
+        def add_up(panel, sums, groups):
+            return False
 
     # panel_task  y[t, n] as in int8_rows for many tokens: 16 rows unpacked once, rows in lanes, tokens in tiles of 8
     # shapes      as in int8_rows; panel uint8 [K/4, 16, 4], scales and biases float32 [G, 16], G filled up to 16
@@ -748,6 +787,7 @@ def _panel_task(kind: int) -> Any:
         to_s, to_b = at(s, 0), at(b, 0)
         from_s, from_b = at(scales, (slot * N + first) * each), at(biases, (slot * N + first) * each)
         scale_panels(from_s, from_b, each, rows, to_s, to_b, groups, form)
+        nan = add_up(at(panel, 0), to_b, groups)
         t = lo
         while t < hi:
             x, d, sx = at(xq, t * K), at(delta, t * groups), at(total, t * groups)
@@ -766,6 +806,10 @@ def _panel_task(kind: int) -> Any:
             else:
                 _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 1)
                 t += 1
+        if nan:
+            for n in range(first, first + rows):
+                if _has_nan(codes[slot, n]):
+                    y[lo:hi, n] = np.float32(np.nan)
 
     return panel_task
 
@@ -801,11 +845,11 @@ def int8_product(kind: int, how: int) -> tuple[Any, Any]:
                 row = slot * codes.shape[1] + n
                 scale_row = row * scales.shape[2]
                 c = at(codes, row * codes.shape[2])
-                _simd.group_dots(c, at(xp, lo * xp.shape[1]), at(sums, 0), hi - lo, K, gs, kind, how)
+                nan = _simd.group_dots(c, at(xp, lo * xp.shape[1]), at(sums, 0), hi - lo, K, gs, kind, how)
                 for t in range(hi - lo):
                     ints, s, b = at(sums, t * groups), at(scales, scale_row), at(biases, scale_row)
                     d, x = at(delta, (lo + t) * groups), at(total, (lo + t) * groups)
-                    y[lo + t, n] = scaled(ints, s, b, d, x, groups, form)
+                    y[lo + t, n] = np.float32(np.nan) if nan else scaled(ints, s, b, d, x, groups, form)
 
         task = rows_task
 

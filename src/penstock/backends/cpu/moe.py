@@ -276,7 +276,7 @@ def _fits_one_launch(x: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activat
         activations == "int8"
         and x.size <= FEW_TOKENS * x.shape[-1]
         and x.dtype == np.float32
-        and all(isinstance(w, QuantizedTensor) and w.format.integers and w.global_scale is None for w in weights)
+        and all(isinstance(w, QuantizedTensor) and w.global_scale is None for w in weights)
         and (up_w is None or up_w.key[1:] == gate_w.key[1:])
         and not any(isinstance(w, GgufTensor) and w.shape[-1] % STEP for w in weights)  # rows that must be filled up
     )

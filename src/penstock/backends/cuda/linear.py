@@ -189,7 +189,7 @@ def fused_gate_up_geglu(x, gate_w, up_w, activations, *, out, variant):
 
 def _rounds(activations: str, w: Any) -> bool:
     """Whether a product with w reads its activations rounded to 8 bits."""
-    return activations == "int8" and isinstance(w, QuantizedTensor) and w.format.integers
+    return activations == "int8" and isinstance(w, QuantizedTensor)
 
 
 @kernel(ops.norm_matmul, device="cuda", variants=CODED)

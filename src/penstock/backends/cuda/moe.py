@@ -72,8 +72,6 @@ def _by_lanes(variant: str | None, x: torch.Tensor, stacks: list[Any], ids: torc
 
 def _rounded(op: str, rows: torch.Tensor, stacks: list[Any], activations: str) -> torch.Tensor:
     """Activations as a quantized product reads them: rounded to 8 bits per group for "int8"."""
-    if all(isinstance(w, QuantizedTensor) and not w.format.integers for w in stacks):
-        return rows
     sizes = {w.group_size for w in stacks if isinstance(w, QuantizedTensor)}
     if activations == "float32" or not sizes:
         return rows
