@@ -498,8 +498,8 @@ CASES = {
     "moe_shared_forward without a residual": Case(
         lambda **values: moe(None, **values), ["moe_shared_forward"], {"x": ROWS, **CHOSEN}, IDS, devices=CUDA
     ),
-    "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS, devices=CUDA),
-    "gated_delta_verify": Case(kept_delta, ["gated_delta_verify"], KEPT_RUNS, KEPT, devices=CUDA),
+    "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS),
+    "gated_delta_verify": Case(kept_delta, ["gated_delta_verify"], KEPT_RUNS, KEPT),
     "attention_prepare": Case(
         gated_heads,
         ["attention_prepare", "attention_paged"],
