@@ -225,6 +225,9 @@ def step_arrays(
     runs: Seq[Run], tables: Mapping[int | None, str], width: Callable[[int], int] = table_width
 ) -> dict[str, np.ndarray]:
     """What a step reads, by name; `wanted` are the rows whose results are wanted. width: see `table_width`."""
+    if len(runs) == 1:
+        arrays = _arrays_of_one(runs[0])
+        return arrays | block_tables([runs[0].sequence], tables, width)
     lengths = np.array([len(run.tokens) for run in runs], np.int32)
     before = np.array([run.sequence.length for run in runs], np.int32)
     starts = np.zeros(len(runs) + 1, np.int32)
@@ -246,6 +249,21 @@ def step_arrays(
         "wanted": np.concatenate(wanted) if wanted else rows[:0],
     }
     return arrays | block_tables([run.sequence for run in runs], tables, width)
+
+
+def _arrays_of_one(run: Run) -> dict[str, np.ndarray]:
+    """The same without block tables for one sequence, in a third of the time."""
+    count, before = len(run.tokens), run.sequence.length
+    wanted = range(count) if run.wanted not in ("none", "last") else range(count - 1, count * (run.wanted != "none"))
+    return {
+        "tokens": run.tokens,
+        "positions": np.arange(before, before + count, dtype=np.int32),
+        "sequence": np.zeros(count, np.int32),
+        "starts": np.array((0, count), np.int32),
+        "lengths": np.array((before + count,), np.int32),
+        "slots": np.array((run.sequence.slot,), np.int32),
+        "wanted": np.array(wanted, np.int32),
+    }
 
 
 def block_tables(

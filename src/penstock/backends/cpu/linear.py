@@ -409,8 +409,9 @@ def pair_rows(x, out):
             for j in range(64):
                 to[j] = source[2 * j]
                 to[64 + j] = source[2 * j + 1]
-        for j in range(whole, K):
-            out[t, j] = x[t, j]
+        source, to = x[t, whole:], out[t, whole:]
+        for j in range(to.size):
+            to[j] = source[j]
 
 
 # block_rows  rows that a whole block of 512 codes of a short or ragged row meets, paired or as they are: below 512 x
@@ -447,6 +448,13 @@ def block_rows(x, pairs, out):
 
 
 @njit
+def _repeat(row, count):
+    """The first `count` numbers of a row again and again."""
+    for i in range(count, row.size):
+        row[i] = row[i - count]
+
+
+@njit
 def rounded_rows(x, gs, offset, pairs, xp, xb, delta, total):
     """float32 rows as `int8_one` takes them: bytes, paired for codes of 4 bits, those of `block_rows`; delta and total
     [T, 16 · G], 16 times the same.
@@ -454,11 +462,8 @@ def rounded_rows(x, gs, offset, pairs, xp, xb, delta, total):
     xq, groups = np.empty(xp.shape, np.int8), xp.shape[1] // gs
     for t in range(x.shape[0]):
         int8_row(x[t], gs, offset, xq[t], delta[t, :groups], total[t, :groups])
-        for row in (delta[t], total[t]):
-            for start in range(groups, row.size, groups):
-                copy = row[start : start + groups]
-                for g in range(groups):
-                    copy[g] = row[g]
+        _repeat(delta[t], groups)
+        _repeat(total[t], groups)
     if pairs:
         pair_rows(xq, xp)
     else:
@@ -626,16 +631,64 @@ def int8_one(kind: int, how: int) -> Any:
 
 
 @functools.cache
+def int8_tokens(kind: int, how: int) -> Any:
+    """The product of some rows of codes with a few tokens, int8, as other kernels call it."""
+    one = int8_one(kind, how)
+    if kind != 4 or how != _simd.VNNI:
+
+        @njit
+        def one_by_one(codes, scales, biases, form, gs, first, xp, xb, delta, total, y, column, rows):
+            for t in range(y.shape[0]):
+                part = y[t, column : column + rows]
+                one(codes, scales, biases, form, gs, first, xp, xb, delta, total, t, part)
+
+        return one_by_one
+
+    # int8_tokens  y[t, column + i] = row first + i of the weight · token t, for `rows` rows
+    # shapes       as in int8_one; y float32 [P, ·]
+    # threads      none: part of a task
+    # bytes        rows · (K · bits / 8 + 2 · G · itemsize)
+    # limits       codes of 4 bits, AVX-512 VNNI
+    @njit
+    def together(codes, scales, biases, form, gs, first, xp, xb, delta, total, y, column, rows):
+        (T, K), size = xp.shape, xb.shape[1]
+        groups, done = K // gs, 0
+        if gs == 64 and K <= 512 and size % K == 0 and _has_few_groups(groups):
+            terms = np.empty((T, STRIP * groups), np.float32)
+            x, to = at(xb if K < 512 else xp, 0), at(terms, 0)
+            stride, each = codes.shape[2], scales.shape[2]
+            d, sx = at(delta, 0), at(total, 0)
+            while done + STRIP <= rows:
+                row = first + done
+                c, s, b = at(codes, row * stride), at(scales, row * each), at(biases, row * each)
+                if form == 0:
+                    _simd.strip_terms(c, x, size, s, b, d, sx, T, groups, to, kind, how, 0)
+                elif form == 1:
+                    _simd.strip_terms(c, x, size, s, b, d, sx, T, groups, to, kind, how, 1)
+                else:
+                    _simd.strip_terms(c, x, size, s, b, d, sx, T, groups, to, kind, how, 2)
+                for t in range(T):
+                    _sum_terms(terms[t], groups, y[t], column + done)
+                done += STRIP
+            keep(terms)
+        for t in range(T if done < rows else 0):
+            part = y[t, column + done : column + rows]
+            one(codes, scales, biases, form, gs, first + done, xp, xb, delta, total, t, part)
+
+    return together
+
+
+@functools.cache
 def int8_few(kind: int, how: int) -> tuple[Any, Any]:
     """Serial and parallel kernel of a product with a few rows of float32, from rounding them to the results in
     one call.
     """
-    one, pairs = int8_one(kind, how), _simd.width(kind) == 4
+    tokens, pairs = int8_tokens(kind, how), _simd.width(kind) == 4
 
     # int8_few  y[t] = W · int8(x[t]) for one weight and a few rows
     # shapes    codes, scales, biases as in Stack, S = 1; x float32 [T, K]; y float32 [T, N]
     # threads   prange over strips of the weight in the parallel form; a number belongs to one thread
-    # bytes     the weight once per row of x (the second finds it in cache), x stays in cache
+    # bytes     the weight once, or once per row of x (the second finds it in cache); x stays in cache
     # limits    instructions of `how`, not PORTABLE
     @njit
     def serial(codes, scales, biases, form, gs, offset, x, y):
@@ -643,8 +696,7 @@ def int8_few(kind: int, how: int) -> tuple[Any, Any]:
         xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
         delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
         rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
-        for t in range(T):
-            one(codes, scales, biases, form, gs, 0, xp, xb, delta, total, t, y[t])
+        tokens(codes, scales, biases, form, gs, 0, xp, xb, delta, total, y, 0, y.shape[1])
 
     @njit(parallel=True)
     def parallel(codes, scales, biases, form, gs, offset, x, y):
@@ -655,9 +707,7 @@ def int8_few(kind: int, how: int) -> tuple[Any, Any]:
         N, rows = y.shape[1], STRIP if K > 512 else WIDE
         for i in prange((N + rows - 1) // rows):
             first = i * rows
-            for t in range(T):
-                part = y[t, first : min(first + rows, N)]
-                one(codes, scales, biases, form, gs, first, xp, xb, delta, total, t, part)
+            tokens(codes, scales, biases, form, gs, first, xp, xb, delta, total, y, first, min(rows, N - first))
 
     return serial, parallel
 
