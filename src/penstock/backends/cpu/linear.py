@@ -63,6 +63,7 @@ STRIP = 16  # rows of a weight that one task takes: the lanes of a panel
 WIDE = 64  # where they are short
 FEW = 2  # tokens up to which a row is read against all of them; above, 16 rows become a panel first (1.7 × at 3 tokens)
 FEW_SHORT = 4  # the same for rows of up to 512
+FEW_TOGETHER = 8  # the same where codes are unpacked once for all tokens
 SOME = 16  # tokens up to which a product is one call
 SMALL = 1 << 17  # weight bytes × tokens below which one thread is faster than waking the others
 
@@ -713,6 +714,47 @@ def int8_few(kind: int, how: int) -> tuple[Any, Any]:
 
 
 @functools.cache
+def int8_gate_up(kind: int, how: int) -> tuple[Any, Any]:
+    """Serial and parallel kernel of act(gate · x) · (up · x) for a few rows of float32 in one call."""
+    tokens, pairs = int8_tokens(kind, how), _simd.width(kind) == 4
+
+    # int8_gate_up  y[t] = act(G · int8(x[t])) · (U · int8(x[t])), act silu or gelu
+    # shapes        two weights of one format as in int8_few; x float32 [T, K]; y float32 [T, N]
+    # threads       prange over strips of the weights in the parallel form; a number belongs to one thread
+    # bytes         as int8_few for both
+    # limits        as int8_few
+    @njit
+    def strip(gate, gate_s, gate_b, up, up_s, up_b, form, gs, first, rows, xp, xb, delta, total, gelu, y):
+        g, u = np.empty((y.shape[0], rows), np.float32), np.empty((y.shape[0], rows), np.float32)
+        tokens(gate, gate_s, gate_b, form, gs, first, xp, xb, delta, total, g, 0, rows)
+        tokens(up, up_s, up_b, form, gs, first, xp, xb, delta, total, u, 0, rows)
+        for t in range(y.shape[0]):
+            gated_row(g[t], u[t], gelu, y[t, first : first + rows])
+
+    @njit
+    def serial(gate, gate_s, gate_b, up, up_s, up_b, form, gs, offset, x, gelu, y):
+        T, K = x.shape
+        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
+        rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
+        strip(gate, gate_s, gate_b, up, up_s, up_b, form, gs, 0, y.shape[1], xp, xb, delta, total, gelu, y)
+
+    @njit(parallel=True)
+    def parallel(gate, gate_s, gate_b, up, up_s, up_b, form, gs, offset, x, gelu, y):
+        T, K = x.shape
+        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
+        rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
+        N, most = y.shape[1], STRIP if K > 512 else WIDE
+        for i in prange((N + most - 1) // most):
+            first = i * most
+            rows = min(most, N - first)
+            strip(gate, gate_s, gate_b, up, up_s, up_b, form, gs, first, rows, xp, xb, delta, total, gelu, y)
+
+    return serial, parallel
+
+
+@functools.cache
 def int8_some(kind: int) -> tuple[Any, Any]:
     """Serial and parallel kernel of a product with some rows of float32, from rounding them to the results in
     one call: AVX-512 VNNI alone.
@@ -1222,20 +1264,28 @@ def product_into(x: np.ndarray, w: Any, out: np.ndarray, activations: str, varia
 
 def _in_one_call(x: np.ndarray, w: Stack, y: np.ndarray, activations: str, variant: str | None) -> bool:
     """A product with a few rows, for which calls take as long as the work, by one kernel; whether there is one."""
-    T = len(x)
-    if activations != "int8" or not w.rounds or w.is_blocks or w.global_scale is not None or not 0 < T <= SOME:
-        return False
     how = chosen(variant)
-    by_rows = (FEW_SHORT if w.K <= 512 else FEW) >= T
-    if how == PORTABLE or (not by_rows and how != _simd.VNNI):
+    by_rows = _goes_by_rows(w, len(x), activations, how)
+    if by_rows is None:
         return False
     serial, parallel = int8_few(w.kind, how) if by_rows else int8_some(w.kind)
     args = (w.codes, w.scales, w.biases, w.fmt, w.gs, w.offset, x, y)
-    if w.codes.nbytes * T < SMALL:
+    if w.codes.nbytes * len(x) < SMALL:
         serial(*args)
     else:
         run(parallel, *args)
     return True
+
+
+def _goes_by_rows(w: Stack, T: int, activations: str, how: int) -> bool | None:
+    """Whether a product with T rows in one call takes rows of the weight one by one, or by panels; None: it is more
+    than one call.
+    """
+    if activations != "int8" or not w.rounds or w.is_blocks or w.global_scale is not None or not 0 < T <= SOME:
+        return None
+    short = FEW_TOGETHER if w.kind == 4 and w.gs == 64 and how == _simd.VNNI else FEW_SHORT
+    by_rows = (short if w.K <= 512 else FEW) >= T
+    return None if how == PORTABLE or (not by_rows and how != _simd.VNNI) else by_rows
 
 
 @kernel(ops.dequantize, device="cpu")
@@ -1318,8 +1368,19 @@ def _gate_up(x, gate_w, up_w, act: str, activations: str, out: np.ndarray, varia
     if out.size == 0:
         return
     rows, y = float_rows(x), float_target(out)
-    gate, up = y.reshape(len(rows), out.shape[-1]), np.empty((len(rows), out.shape[-1]), np.float32)
-    stacks = [stack_of(gate_w), stack_of(up_w)]
+    gate = y.reshape(len(rows), out.shape[-1])
+    g, u = stacks = [stack_of(gate_w), stack_of(up_w)]
+    alike, how = (g.kind, g.gs, g.fmt) == (u.kind, u.gs, u.fmt), chosen(variant)
+    if alike and all(_goes_by_rows(w, len(rows), activations, how) for w in stacks):
+        args = (g.codes, g.scales, g.biases, u.codes, u.scales, u.biases, g.fmt, g.gs, g.offset)
+        serial, parallel = int8_gate_up(g.kind, how)
+        if g.codes.nbytes * len(rows) < SMALL:
+            serial(*args, rows, act == "gelu_tanh", gate)
+        else:
+            run(parallel, *args, rows, act == "gelu_tanh", gate)
+        finish(y, out)
+        return
+    up = np.empty(gate.shape, np.float32)
     if not all(_in_one_call(rows, w, y, activations, variant) for w, y in zip(stacks, (gate, up), strict=True)):
         shared_products(rows, stacks, whole(len(rows)), lambda a: a, [gate, up], activations, variant)
     gated(gate, up, act, gate)
