@@ -483,7 +483,7 @@ CASES = {
     "gate_up adjacent, on the CPU": Case(gate_up_adjacent, ["quantized_matmul", "swiglu"], ONE_ROW, devices=("cpu",)),
     "joined_products": Case(joined_products, ["quantized_matmul", "split_columns", "gelu_tanh"], {"x": ROWS}),
     "joined_products of more rows than the CPU joins": Case(
-        joined_products, ["quantized_matmul", "quantized_matmul", "gelu_tanh"], {"x": NINE_ROWS}, devices=("cpu",)
+        joined_products, [*["quantized_matmul"] * 3, "gelu_tanh"], {"x": NINE_ROWS}, devices=("cpu",)
     ),
     "gate_up adjacent of some rows": Case(gate_up_adjacent, ["fused_gate_up_swiglu"], {"x": ROWS}),
     "joined_products in another order": Case(
