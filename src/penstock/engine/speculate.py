@@ -189,10 +189,14 @@ class Acceptance:
 class StepCosts:
     """Seconds of steps of answers by their tokens: the lower quartile of the latest, between them straight lines.
 
-    Not their mean: what interrupts steps falls on few of them, and on those of one size by chance.
+    Not their mean: what interrupts steps falls on few of them, and on those of one size by chance. Other programs make
+    all steps slower for a while, and sizes are met at different times: seconds count divided by the pace, which is what
+    the last few steps of any size took as a factor of what is known of theirs.
     """
 
     def __init__(self) -> None:
+        self.pace = 1.0
+        self._factors: deque[float] = deque([1.0], maxlen=_PACED)
         self._latest: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
         self._met: Counter[int] = Counter()
@@ -203,9 +207,11 @@ class StepCosts:
         if self._met[tokens] <= _UNCOUNTED:
             return
         latest = self._latest.setdefault(tokens, deque(maxlen=_LATEST))
-        latest.append(seconds)
+        latest.append(seconds / self.pace)
         if len(latest) < _EACH or self._met[tokens] % _EACH == 0:
             self._seconds[tokens] = lower_quartile(latest)
+        self._factors.append(seconds / self._seconds[tokens])
+        self.pace = lower_quartile(self._factors)
 
     def expect(self, tokens: int, seconds: float) -> None:
         """A step of a size that was not met yet takes about so long."""
@@ -239,6 +245,7 @@ def lower_quartile(values: Iterable[float]) -> float:
 
 
 _LATEST = 64  # steps of a size: longer than other programs make all of them slower
+_PACED = 12  # steps by which the pace is known
 _EACH = 8  # of them between two looks at what they take
 _UNCOUNTED, _SETTLED = 2, 5  # of the first ones, and so many that what they took is known well
 _ROW = 0.25  # what a token of a step costs more than none, as a share of a step of one, before any was measured
@@ -455,7 +462,7 @@ class Speculator:
         self.drafting += seconds
         each = seconds / max(wanted.values())
         if self._timed:
-            self._each.append(each)
+            self._each.append(each / self.costs.pace)
             if len(self._each) >= _SETTLED:  # each size of a head's steps is bound when it is first met
                 self.seconds_each = lower_quartile(self._each)
         self._timed = True
