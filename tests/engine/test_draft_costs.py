@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.speculate import Speculator
+from penstock.engine.speculate import Speculator, StepCosts
 
 STEPS = 4096
 
@@ -49,3 +49,37 @@ def test_speculator_costs_two_percent_at_the_most_where_drafts_do_not_pay(token,
 def test_speculator_takes_drafts_where_they_pay(token, draft, accepted, least):
     made, seconds = tokens_and_seconds(token, draft, accepted)
     assert made >= least * seconds
+
+
+def test_costs_of_sizes_stay_comparable_where_all_steps_become_slower():
+    """Other programs come and go between a size's steps and another's."""
+    costs = StepCosts()
+    for _ in range(100):
+        costs.record(1, 1.0)
+    for _ in range(10):
+        costs.record(3, 1.8)
+    for slower in (2.0, 1.0, 3.0):
+        for _ in range(200):
+            costs.record(1, slower)
+        assert costs(3) / costs(1) == pytest.approx(1.8, rel=0.1)
+    for _ in range(200):
+        costs.record(3, 3.6)  # and once more while the other size is not met
+    for _ in range(20):
+        costs.record(1, 2.0)
+    assert costs(3) / costs(1) == pytest.approx(1.8, rel=0.1)
+
+
+def test_drafts_of_a_head_that_had_to_catch_up_are_not_timed():
+    clock = Clock()
+    speculator = Speculator(clock)
+    one = speculator.speculation("mtp", 1, fixed=True)
+    for n in range(20):
+
+        def draft(counts: dict[int, int], late: bool = n % 2 == 0) -> dict[int, list[int]]:
+            clock.now += 5.0 if late else 0.5
+            if late:
+                speculator.leave_untimed()
+            return {0: [1]}
+
+        speculator.drafts([(one, 1)], 7, draft)
+    assert speculator.seconds_each == pytest.approx(0.5) and speculator.drafting == pytest.approx(10 * 5.5)

@@ -20,6 +20,7 @@ from tests.graph.common import arrays, matrix, names, run, vector
 T, DIM, EPS = 3, 32, 0.3  # an eps that shows if it is lost
 ROWS = Spec((T, DIM), "float32")
 ROW = Spec((1, DIM), "float32")
+NINE_ROWS = Spec((9, DIM), "float32")
 ONE_ROW = {"x": Spec((1, DIM), "float32")}
 HEADS = Spec((T, 2, 8), "float32")
 Build = Callable[..., tuple[Sequence[Value], Sequence[Value]]]  # values by name → what is returned, what lies between
@@ -500,14 +501,15 @@ CASES = {
     "gate_up": Case(gate_up, ["fused_gate_up_swiglu"], {"x": ROWS}),
     "gate_up adjacent": Case(gate_up_adjacent, ["fused_gate_up_swiglu"], ONE_ROW, devices=CUDA),
     "gate_up adjacent, on the CPU": Case(gate_up_adjacent, ["quantized_matmul", "swiglu"], ONE_ROW, devices=("cpu",)),
-    "joined_products": Case(
-        joined_products, ["quantized_matmul", "split_columns", "gelu_tanh"], {"x": ROWS}, devices=CUDA
+    "joined_products": Case(joined_products, ["quantized_matmul", "split_columns", "gelu_tanh"], {"x": ROWS}),
+    "joined_products of more rows than the CPU joins": Case(
+        joined_products, [*["quantized_matmul"] * 3, "gelu_tanh"], {"x": NINE_ROWS}, devices=("cpu",)
     ),
+    "gate_up adjacent of some rows": Case(gate_up_adjacent, ["fused_gate_up_swiglu"], {"x": ROWS}),
     "joined_products in another order": Case(
         lambda x: products(x, *block(64, 16)[::-1]),
         ["quantized_matmul", "split_columns", "gelu_tanh"],
         {"x": ROWS},
-        devices=CUDA,
     ),
     "joined_products of one row": Case(joined_products, ["quantized_matmul", "gelu_tanh"], ONE_ROW),
     "gate_up of geglu": Case(gate_up_geglu, ["fused_gate_up_geglu"], {"x": ROWS}),
@@ -518,7 +520,7 @@ CASES = {
     "moe_shared_forward without a residual": Case(
         lambda **values: moe(None, **values), ["moe_shared_forward"], {"x": ROWS, **CHOSEN}, IDS, devices=CUDA
     ),
-    "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS, devices=CUDA),
+    "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS),
     "convolution_heads": Case(
         delta_of_runs,
         ["conv1d_causal", "conv1d_state_update", "gdn_decay_beta", "gated_delta_net", "gated_rms_norm"],
@@ -526,7 +528,7 @@ CASES = {
         {"slots": KEPT["slots"], "starts": KEPT["starts"]},
         devices=CUDA,
     ),
-    "gated_delta_verify": Case(kept_delta, ["gated_delta_verify"], KEPT_RUNS, KEPT, devices=CUDA),
+    "gated_delta_verify": Case(kept_delta, ["gated_delta_verify"], KEPT_RUNS, KEPT),
     "attention_prepare": Case(
         gated_heads,
         ["attention_prepare", "attention_paged"],

@@ -18,11 +18,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from penstock.dtypes import numpy_dtype
 from penstock.engine.cache import PageTable, Sequence
 from penstock.engine.draft_chain import AheadRun
 from penstock.engine.runner import Runner
 from penstock.engine.sampling import Sampler, mode_of
-from penstock.engine.steps import CHAINED, MOST_TOKENS, Run, padded, ragged_step, step_arrays, step_shapes, table_width
+from penstock.engine.steps import (
+    CHAINED,
+    MOST_TOKENS,
+    Run,
+    alike_sizes,
+    padded,
+    ragged_step,
+    step_arrays,
+    step_shapes,
+    table_width,
+)
 from penstock.graph import Bound, Graph, Program, SizedProgram, trace
 from penstock.graph.sizes import Sizes
 from penstock.models import mtp
@@ -34,6 +45,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 256  # of a sequence that are computed at once
 _MOST_BYTES = 16 << 20  # of rows of an answer that wait for a draft
+_NO_ROWS = np.empty((0, 0), np.float32)
 
 
 @dataclass(eq=False)
@@ -135,7 +147,8 @@ class HeadDrafter:
             waiting = self._add(run, rows)
             if len(waiting.tokens) >= (_MOST_ROWS if run.prompt else most):
                 filled.append(self._fill(run.sequence, waiting))
-        self._run(filled)
+        if filled:
+            self._run(filled)
 
     def _run(self, filled: list[list[tuple[Run, Rows]]]) -> None:
         """Runs of each sequence one after the other, those of several together."""
@@ -144,7 +157,7 @@ class HeadDrafter:
                 self._runner.fill([run for run, _ in part], [row for _, rows in part for row in rows])
 
     def _add(self, run: Run, rows: Any) -> _Waiting:
-        at, tokens = run.sequence.length, [int(token) for token in run.tokens]
+        at, tokens = run.sequence.length, run.tokens.tolist()
         known = self._waiting.get(run.sequence)
         if known is not None and known.end == at:
             known.rows.append(rows)
@@ -177,6 +190,11 @@ class HeadDrafter:
         """Whether the hidden row before the next token is there."""
         waiting = self._waiting.get(sequence)
         return waiting is not None and bool(waiting.tokens) and waiting.end == sequence.length
+
+    def waiting(self, sequence: Sequence) -> int:
+        """Rows of a sequence that it has not seen yet."""
+        waiting = self._waiting.get(sequence)
+        return 0 if waiting is None else len(waiting.tokens)
 
     def knows(self, sequence: Sequence) -> bool:
         """Whether nothing before the next token is missing but what waits."""
@@ -227,8 +245,8 @@ class HeadDrafter:
 
 
 class ExactHead:
-    """A head on a device that binds programs to exact sizes; the host draws. Hidden rows are those after the trunk's
-    final norm, in host memory.
+    """A head on a device that binds programs to exact sizes; the host draws. Hidden rows are those of the trunk's
+    residual stream, in host memory.
     """
 
     def __init__(self, programs: Programs, head: mtp.Head) -> None:
@@ -241,49 +259,52 @@ class ExactHead:
         return hidden.copy()
 
     def fill(self, runs: Seq[Run], rows: Rows) -> None:
-        self._run(runs, np.concatenate(rows))
+        self._run(runs, rows)
 
     def draft(self, asked: Seq[Asked], runs: Seq[Run], rows: Rows) -> None:
-        left, hidden, place = list(asked), np.concatenate(rows), 0
+        left, place = list(asked), 0
         while left:
-            recycled, logits = self._run(runs, hidden)
+            recycled, logits = self._run(runs, rows, follows=place > 0)
             for one, row in zip(left, logits, strict=True):
                 mask = one.mask if place == 0 else None
                 one.drafts.append(one.sampler.draft(row, one.sequence.length + 1 + place, mask))
             place += 1
             going = [n for n, one in enumerate(left) if one.count > place]
-            left, hidden = [left[n] for n in going], recycled[going]
+            left, rows = [left[n] for n in going], [recycled[n : n + 1] for n in going]
             runs = [_next_run(one, place, one.drafts[-1]) for one in left]
 
     def unbind(self) -> None:
         """Let go of the caches' arrays."""
         self._bound = {}
 
-    def _run(self, runs: Seq[Run], hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A step of the head: its own hidden states [R, dim] and logits [R, rows] after the wanted tokens."""
+    def _run(self, runs: Seq[Run], rows: Rows, follows: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """A step of the head: its own hidden states [R, dim] and logits [R, rows] after the wanted tokens. follows: it
+        drafts behind drafts, and reads its own hidden states in place of the trunk's.
+        """
         programs = self._programs
         arrays = step_arrays(runs, programs.windows)
         T, B, R = (len(arrays[name]) for name in ("tokens", "slots", "wanted"))
         pages = max(arrays[name].shape[1] for name in programs.windows.values())
-        bound, inputs = self._bind({"T": T, "B": B, "R": max(1, R), "n": pages}, R > 0)
-        for name, array in (arrays | {"hidden": hidden}).items():
+        bound, inputs = self._bind({"T": T, "B": B, "R": max(1, R), "n": pages}, R > 0, follows)
+        for name, array in arrays.items():
             if array.size:
                 inputs[name][...] = array
+        np.concatenate(rows, out=inputs["hidden"])
         found = bound.run()
         if not R:
-            return hidden[:0], hidden[:0]
+            return _NO_ROWS, _NO_ROWS
         recycled, logits = map(programs.device.to_host, found)
-        return recycled.astype(np.float32), logits
+        return recycled, logits
 
-    def _bind(self, sizes: dict[str, int], drafts: bool) -> tuple[Bound, dict[str, np.ndarray]]:
+    def _bind(self, sizes: dict[str, int], drafts: bool, follows: bool) -> tuple[Bound, dict[str, np.ndarray]]:
         programs = self._programs
-        key = (tuple(sizes.values()), drafts, programs.caches.version)
+        key = (tuple(sizes.values()), drafts, follows, programs.caches.version)
         kept = self._bound.pop(key, None)
         if kept is None:
-            program = self._kind(sizes["T"] == 1, drafts)
+            program = self._kind(sizes["T"], drafts, follows)
             shapes = step_shapes(**sizes, tables=programs.windows.values())
             inputs: dict[str, Any] = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
-            inputs["hidden"] = np.zeros((sizes["T"], programs.config.dim), np.float32)
+            inputs["hidden"] = np.zeros((sizes["T"], programs.config.dim), numpy_dtype(self._hidden_dtype(follows)))
             arena = self._arenas.setdefault(program, None)
             if arena is None:
                 arena = self._arenas[program] = programs.new_arena(program.arena_bytes)
@@ -293,34 +314,38 @@ class ExactHead:
             del self._bound[next(iter(self._bound))]
         return kept
 
-    def _kind(self, one: bool, drafts: bool) -> SizedProgram:
-        programs, key = self._programs, (one, drafts)
+    def _hidden_dtype(self, follows: bool) -> str:
+        return self._programs.caches.dtype if follows else STREAM
+
+    def _kind(self, T: int, drafts: bool, follows: bool) -> SizedProgram:
+        programs = self._programs
+        least_tokens, most_tokens = alike_sizes(T, programs.device)
+        key = (least_tokens, drafts, follows)
         if key not in self._kinds:
             most_pages = max(8, table_width(-(-2 * programs.max_context // PAGE)))
-            least = {"T": 1 if one else 2, "B": 1, "R": 1, "n": 4}
-            most = {"T": MOST_TOKENS, "B": 256, "R": 256, "n": most_pages}
-            if one:
-                most |= {"T": 1, "B": 1, "R": 1}
+            least = {"T": least_tokens, "B": 1, "R": 1, "n": 4}
+            most = {"T": most_tokens, "B": min(256, most_tokens), "R": min(256, most_tokens), "n": most_pages}
 
             def graph(sizes: Sizes) -> Graph:
-                return self._graph(sizes["T"], sizes["B"], sizes["n"], sizes["R"] if drafts else 0)
+                return self._graph(sizes["T"], sizes["B"], sizes["n"], sizes["R"] if drafts else 0, follows)
 
             self._kinds[key] = SizedProgram(graph, programs.device.name, least, most, **programs.options)
         return self._kinds[key]
 
-    def _graph(self, T: int, B: int, n: int, R: int) -> Graph:
+    def _graph(self, T: int, B: int, n: int, R: int, follows: bool) -> Graph:
         programs, head = self._programs, self.head
         specs = {
             name: Spec(shape, "int32") for name, shape in step_shapes(T, B, R, n, programs.windows.values()).items()
         }
         if not R:
             specs.pop("wanted")
-        specs["hidden"] = Spec((T, programs.config.dim), "float32")
+        specs["hidden"] = Spec((T, programs.config.dim), self._hidden_dtype(follows))
         own = len(programs.caches.layouts) - 1
         specs |= {name: spec for name, spec in programs.cache_specs().items() if name.startswith(f"cache{own}.")}
 
         def fn(hidden: Any, **given: Any) -> Any:
             step = ragged_step(given, programs.windows, activations=programs.activations, dtype=programs.caches.dtype)
+            hidden = hidden if follows else programs.final_norm(step, hidden)
             h = mtp.forward(head, step, hidden, (given[f"cache{own}.0"], given[f"cache{own}.1"]))
             if not R:
                 return h

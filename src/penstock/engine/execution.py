@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -117,8 +116,7 @@ Drawn = list[tuple[RequestState, Token | Exception]]
 @dataclass(slots=True, eq=False)
 class Launched:
     """A step that has been started: its parts, their sequences, and what will tell the tokens drawn after them; rows:
-    those of each part, where all are wanted of all parts, as tuples of arrays. busy: seconds that this thread has
-    worked on one that has been run, without those in which other programs had its processor.
+    those of each part, where all are wanted of all parts, as tuples of arrays. ran: this thread has computed it.
     """
 
     parts: list[Part]
@@ -126,7 +124,7 @@ class Launched:
     drawn: PendingStep | Drawn
     begin: float
     rows: list[tuple[np.ndarray, ...]] | None = None
-    busy: float | None = None
+    ran: bool = False
 
     @property
     def ahead(self) -> bool:
@@ -194,7 +192,7 @@ class Execution:
 
     def launch(self, parts: list[Part]) -> Launched:
         """Start a step. Where the device does not sample, it has been run when this returns."""
-        begin, worked = compile_progress.clock(), time.thread_time()
+        begin = compile_progress.clock()
         if parts[0].ahead:
             return self._launch_ahead(parts, begin)
         engine, runs = self._engine, [part.run() for part in parts]
@@ -230,8 +228,7 @@ class Execution:
             if part.draws and part.drafts is None:
                 part.state.drawn += 1
         self.steps += 1
-        busy = None if engine.device.samples_tokens else time.thread_time() - worked
-        return Launched(parts, [run.sequence for run in runs], drawn, begin, busy=busy)
+        return Launched(parts, [run.sequence for run in runs], drawn, begin, ran=not engine.device.samples_tokens)
 
     def _launch_ahead(self, parts: list[Part], begin: float) -> Launched:
         """Start a step of answers that verifies the device's drafts and makes more."""

@@ -111,14 +111,14 @@ class Programs:
         padded: bool = False,
         hidden: bool = False,
         keeps: bool = False,
-        also_hidden: bool = False,
+        also_stream: bool = False,
     ) -> Graph:
         """A step of T tokens of B sequences with block tables of n pages: the logits of R rows, or of none of them, and
         then the residual stream.
 
         decode: one token of each sequence. padded: some rows may be of no sequence. hidden: what the final norm makes
         of the residual stream, in place of it. keeps: some runs are kept, after what was accepted of those before has
-        moved the recurrent states on. also_hidden: that beside what it gives otherwise.
+        moved the recurrent states on. also_stream: the residual stream beside what it gives otherwise.
         """
         specs = {name: Spec(shape, "int32") for name, shape in step_shapes(T, B, R, n, self.windows.values()).items()}
         if decode:
@@ -138,7 +138,7 @@ class Programs:
             if hidden:
                 return self.final_norm(step, h)
             found = self._logits(step, h, given.get("wanted")) if R else h
-            return (found, self.final_norm(step, h)) if also_hidden else found
+            return (found, h) if also_stream else found
 
         return trace(fn, specs | self.cache_specs())
 

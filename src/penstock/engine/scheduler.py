@@ -164,6 +164,7 @@ class Scheduler:
         self._order = Order(engine.device.chunk_alignment)
         self._launched: list[Launched] = []  # steps under way, the oldest first: at most two
         self._collected = 0.0  # when the last one was
+        self._since = 0.0  # by this thread's clock, where it computes: what a step takes is counted from here
         self._work = Work()
         self._interval, self._last_end = 1.0, 0.0  # mean seconds between two ends, and when the last one was
 
@@ -457,6 +458,7 @@ class Scheduler:
         self._engine.check_ranks()
         with self.condition:
             self._changed = False
+        self._since, self._speculator.drafting = time.thread_time(), 0.0
         self._reap()
         self._admit()
         if self._verify_more():
@@ -750,6 +752,10 @@ class Scheduler:
         by_head = [one for one in asked.values() if not one.text]
         by_model = [one for one in asked.values() if one.text]
         if by_head:
+            drafter = self._engine.drafter
+            assert drafter is not None
+            if any(drafter.waiting(one.sequence) > 1 + MOST_DRAFTS for one in by_head):  # it has to catch up first
+                self._speculator.leave_untimed()
             self._engine.draft(by_head)
         if by_model:
             assert self._engine.draft_model is not None
@@ -831,9 +837,18 @@ class Scheduler:
             if state.sequence is not None:
                 self._deliver(state, token)
         now = compile_progress.clock()
-        self._count(step.parts, now - max(step.begin, self._collected), step.busy)
+        self._count(step.parts, now - max(step.begin, self._collected), self._busy() if step.ran else None)
         self._collected = now
         self._launched = [step for step in self._launched if step.states]  # else nobody reads what it has drawn
+
+    def _busy(self) -> float:
+        """Seconds that this thread has worked on a step, from what comes before it to its tokens, but for drafting;
+        those in which other programs had its processor do not count.
+        """
+        now, drafting = time.thread_time(), self._speculator.drafting
+        busy = now - self._since - drafting
+        self._since, self._speculator.drafting = now, 0.0
+        return busy
 
     def _launched_chunk(self, part: Part) -> None:
         """A chunk of a prompt is being computed: what follows in order of the device's work can be asked for."""

@@ -189,10 +189,14 @@ class Acceptance:
 class StepCosts:
     """Seconds of steps of answers by their tokens: the lower quartile of the latest, between them straight lines.
 
-    Not their mean: what interrupts steps falls on few of them, and on those of one size by chance.
+    Not their mean: what interrupts steps falls on few of them, and on those of one size by chance. Other programs make
+    all steps slower for a while, and sizes are met at different times: seconds count divided by the pace, which is what
+    the last few steps of any size took as a factor of what is known of theirs.
     """
 
     def __init__(self) -> None:
+        self.pace = 1.0
+        self._factors: deque[float] = deque([1.0], maxlen=_PACED)
         self._latest: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
         self._met: Counter[int] = Counter()
@@ -203,8 +207,11 @@ class StepCosts:
         if self._met[tokens] <= _UNCOUNTED:
             return
         latest = self._latest.setdefault(tokens, deque(maxlen=_LATEST))
-        latest.append(seconds)
-        self._seconds[tokens] = lower_quartile(latest)
+        latest.append(seconds / self.pace)
+        if len(latest) < _EACH or self._met[tokens] % _EACH == 0:
+            self._seconds[tokens] = lower_quartile(latest)
+        self._factors.append(seconds / self._seconds[tokens])
+        self.pace = lower_quartile(self._factors)
 
     def expect(self, tokens: int, seconds: float) -> None:
         """A step of a size that was not met yet takes about so long."""
@@ -237,7 +244,9 @@ def lower_quartile(values: Iterable[float]) -> float:
     return ordered[(len(ordered) - 1) // 4]
 
 
-_LATEST = 16  # steps of a size
+_LATEST = 64  # steps of a size: longer than other programs make all of them slower
+_PACED = 12  # steps by which the pace is known
+_EACH = 8  # of them between two looks at what they take
 _UNCOUNTED, _SETTLED = 2, 5  # of the first ones, and so many that what they took is known well
 _ROW = 0.25  # what a token of a step costs more than none, as a share of a step of one, before any was measured
 
@@ -366,6 +375,7 @@ class Speculator:
         self.acceptance = Acceptance()
         self.costs = StepCosts()
         self.seconds_each = 0.0  # of a model, for one draft of all answers: the lower quartile of the latest
+        self.drafting = 0.0  # seconds of the drafts of this step, which are no part of what it takes
         self._each: deque[float] = deque(maxlen=_LATEST)
         self._timed = False  # its programs have been made
         self._same = 0  # steps since it last took drafts, or took none, as a try
@@ -436,6 +446,10 @@ class Speculator:
             self._draft(wanted, found, draft)
         return found
 
+    def leave_untimed(self) -> None:
+        """The drafts that are being made take longer than others do: what they take does not count."""
+        self._timed = False
+
     def _draft(self, wanted: dict[int, int], found: list[Proposal | None], draft: Draft) -> None:
         begin = self._clock()
         for n, tokens in draft(wanted).items():
@@ -444,10 +458,13 @@ class Speculator:
             proposal.tokens = tokens
             if not tokens:
                 found[n] = None
-        each = (self._clock() - begin) / max(wanted.values())
+        seconds = self._clock() - begin
+        self.drafting += seconds
+        each = seconds / max(wanted.values())
         if self._timed:
-            self._each.append(each)
-            self.seconds_each = lower_quartile(self._each)
+            self._each.append(each / self.costs.pace)
+            if len(self._each) >= _SETTLED:  # each size of a head's steps is bound when it is first met
+                self.seconds_each = lower_quartile(self._each)
         self._timed = True
 
     def _tried(self, counts: list[int], found: Sequence[Proposal | None], room: int) -> list[int]:

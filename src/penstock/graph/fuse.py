@@ -178,6 +178,8 @@ def joined_products(match: Match, node: Node) -> Candidates:
     x, rest = node["x"], (node["activations"], node["dtype"])
     if x.ndim != 2 or x.shape[0] > device_type(match.device).joins:
         return
+    if match.device == "cpu" and x.shape[0] > 1 and any(reader.op in _GATED for reader in match.readers(node.out)):
+        return  # their halves would be copied: one kernel takes both
     group, w = [node], None
     for other in match.readers(x):
         if other.op is node.op and same(other["x"], x) and (other["activations"], other["dtype"]) == rest:

@@ -1,6 +1,6 @@
-"""Rules for the GPU alone, where every launch costs: whole blocks of a layer, and norms and sums inside products.
+"""Rules for the GPU, where every launch costs: whole blocks of a layer, and norms and sums inside products.
 
-The CPU's kernels of these ops call those of the plain ones.
+But for the gated delta net the CPU's kernels of these ops call those of the plain ones, and its programs have those.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def dense_norm(match: Match, node: Node) -> Candidates:
         yield match.call(ops.post_ff_norm2_endlayer, **args, instead=(norm, node), makes=node.outs)
 
 
-@rule(ops.gated_rms_norm, devices=CUDA)
+@rule(ops.gated_rms_norm)
 def gated_delta_step(match: Match, node: Node) -> Candidates:
     """conv1d_causal, conv1d_state_update, rms_norm_qk, gdn_decay_beta, gated_delta_net, gated_rms_norm, with slots
     → gated_delta_step; of runs that are kept, with delta_commit before → gated_delta_verify

@@ -5,6 +5,7 @@ by integers that order as their scores do, the expert's number in the lower half
 and, among equals, the lowest index, and a maximum of integers vectorises.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -417,9 +418,9 @@ def moe_combine_residual(
         return
     T = out.size // out.shape[-1]
     if weights is None:  # the given sum is one expert of weight 1
-        expert_out, weights = moe_sum, np.ones(T, np.float32)
+        expert_out, weights = moe_sum, _ones(T)
     k = weights.size // T
-    scores = _NONE if shared_gate is None else np.resize(np.asarray(shared_gate, np.float32), T)
+    scores = _NONE if shared_gate is None else _of_rows(shared_gate, T)
     experts = bytes_in(expert_out if k else None)
     args = (bytes_in(h_mid), experts, frozen(weights.reshape(-1)), bytes_in(shared_out), frozen(scores))
     args = (*args, k, fmt(out), bytes_out(out))
@@ -427,6 +428,18 @@ def moe_combine_residual(
         _combine_some(*args, 0, T)
     else:
         run(_combine_rows, *args)
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(count: int) -> np.ndarray:
+    return np.ones(count, np.float32)
+
+
+def _of_rows(score: np.ndarray | float, rows: int) -> np.ndarray:
+    """A number for each row, float32, from as many or from one."""
+    if isinstance(score, np.ndarray) and score.size == rows:
+        return score.reshape(rows).astype(np.float32, copy=False)
+    return np.resize(np.asarray(score, np.float32), rows)
 
 
 # combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * (1 or sigmoid(gate[t])), slots in order

@@ -774,6 +774,48 @@ def scaled_terms(typingctx, sums, scales, biases, delta, total, count, terms, fm
 
 
 @intrinsic(prefer_literal=True)
+def strip_terms(typingctx, codes, xq, size, scales, biases, delta, total, T, groups, terms, kind, how, fmt):
+    """`group_dots` and `scaled_terms` of 16 short rows, whose codes lie in one piece, with T tokens: float32 [T, 16,
+    groups], for groups of 64 codes of 4 bits.
+
+    xq [T, size]: x again and again, paired, up to whole blocks of 512; delta, total [T, 16 · groups]. Codes are
+    unpacked once for all tokens.
+    """
+    if (fixed := _constants(kind, how, fmt)) is None:
+        return None
+    args = (_U8, _S8, types.int64, _U8, _U8, _FLOAT, _FLOAT, types.int64, types.int64, _FLOAT)
+    sig = types.void(*args, kind, how, fmt)
+
+    def codegen(context, builder, sig, args):
+        code, (kind, how, form), b = _Code(builder), fixed, builder
+        codes, xq, size, scales, biases, delta, total, T, groups, terms = args[:10]
+        count = b.mul(groups, I64(LANES))
+
+        def sixteen(g):  # 1024 elements: 16 groups
+            starts = [b.mul(g, I64(64)), b.add(b.mul(g, I64(64)), I64(512))]
+            sums_with = [code.sums_of_32(codes, start, kind, how) for start in starts]
+            places = [b.urem(start, size) for start in starts]
+            s, bias = code.floats(scales, g, form, None), code.floats(biases, g, form, None)
+
+            def token(t):
+                own, at_group = b.mul(t, size), b.add(b.mul(t, count), g)
+                (one,), (two,) = (
+                    sums(code.at(xq, b.add(own, place), I8)) for sums, place in zip(sums_with, places, strict=True)
+                )
+                d, x = (code.floats(numbers, at_group, FLOAT32, None) for numbers in (delta, total))
+                ints = b.sitofp(code.pair_sums(one, two), V16F)
+                found = b.fadd(_const(V16F, 0.0), b.fmul(b.fmul(s, d), ints))
+                code.store(b.fadd(found, b.fmul(bias, x)), code.at(terms, at_group, F32))
+
+            code.loop(0, T, 1, token)
+
+        code.loop(0, count, LANES, sixteen)
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
 def row_sums(typingctx, terms, out, groups):
     """out[r] = the sum of the terms of row r of 16, by the lanes' tree; terms float32 [16, groups], up to 16 groups."""
     if (fixed := _constants(groups)) is None:

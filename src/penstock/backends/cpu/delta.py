@@ -8,6 +8,7 @@ and ratios of decays. A head has one decay, or one for each key channel: the lat
 they come.
 """
 
+import functools
 from collections.abc import Iterator
 
 import numba
@@ -30,9 +31,9 @@ from penstock.backends.cpu._rows import (
     store_bytes,
 )
 from penstock.backends.cpu._simd import F32, I64, V16F, _Code, _const, at
-from penstock.backends.cpu._threads import run
-from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
-from penstock.backends.cpu.norm import gated_rms_norm, rms_norm_qk
+from penstock.backends.cpu._threads import run, threads
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, compiles, njit
+from penstock.backends.cpu.norm import gated_rms_norm, qk_rows, rms_norm_qk
 from penstock.errors import BackendError
 from penstock.ops.delta import slotted_runs
 from penstock.ops.op import kernel
@@ -354,6 +355,9 @@ _GATES = 10  # numbers for each pair of tokens
 _LANES_FROM = 8  # tokens from which turning the state around pays
 _SERIAL_DECAY = 1 << 13  # decays of channels up to which one thread is faster than waking the others
 _SERIAL_DELTA = 1 << 15  # elements of the state times tokens up to which one thread is faster than waking the others
+_VECTORS = 8  # of 16 numbers: rows of the state that stay in registers have 128
+_COMPILED = compiles()
+_FLOAT = types.CPointer(types.float32)
 _SMALL, _LARGE = 2.0**-16, 2.0**16  # bounds of the decay that `_lane_heads` leaves out of its state
 
 
@@ -450,7 +454,7 @@ def _step_some(state, slots, qkv, g, b, Hk, fmt, kept, out, start, stop):
             _load_heads(qkv, fmt, first, n, h, Hk, Hv, Dv, q, k, v)
             for i in range(n):
                 gates[i, 0], gates[i, 1], gates[i, 2] = g[first + i, h], b[first + i, h], _dot(k[i], q[i])
-            _step_block(S, kept, row, q, k, v, gates, y, n)
+            _step_block(S, row, q, k, v, gates, y, 0, n, not kept)
             store_block(y[:n], fmt, first, h * Dv, Dv, out)
 
 
@@ -472,8 +476,20 @@ def _dot(a, b):
     return total
 
 
+@njit
+def _step_block(S, row, q, k, v, gates, y, before, n, moves):
+    """A head's state S [Dv, Dk] through n tokens: behind the first `before` it is written, nothing is read of them but
+    what the state becomes; behind all where it moves.
+    """
+    if _COMPILED and S.shape[1] == _VECTORS * 16 and S.shape[0] % 2 == 0:
+        to = n if moves else before
+        _row_pairs(at(S, 0), at(q, 0), at(k, 0), at(v, 0), at(gates, 0), at(y, 0), S.shape[0], before, n, to)
+    else:
+        _step_rows(S, row, q, k, v, gates, y, before, n, moves)
+
+
 @njit(fastmath=SUM_IN_ANY_ORDER)
-def _step_block(S, kept, row, q, k, v, gates, y, n):
+def _step_rows(S, row, q, k, v, gates, y, before, n, moves):
     Dv, Dk = S.shape
     for r in range(Dv):
         for j in range(Dk):
@@ -488,9 +504,87 @@ def _step_block(S, kept, row, q, k, v, gates, y, n):
             for j in range(Dk):
                 row[j] = decay * row[j] + change * k[i, j]
             y[i, r] = decay * with_q + change * gates[i, 2]
-        if not kept:
-            for j in range(Dk):
-                S[r, j] = row[j]
+            if i + 1 == before or (moves and i + 1 == n):
+                for j in range(Dk):
+                    S[r, j] = row[j]
+
+
+@intrinsic
+def _row_pairs(typingctx, S, q, k, v, gates, y, Dv, before, n, to):
+    """`_step_rows` for rows of 128, two at a time in registers; S is written behind `before` tokens and behind `to`."""
+    sig = types.void(*[_FLOAT] * 6, *[types.int64] * 4)
+
+    def codegen(context, builder, sig, args):
+        code, b = _Code(builder), builder
+        S, q, k, v, gates, y, Dv, before, n, to = args
+        fma = code.function("llvm.fma.v16f32", V16F, V16F, V16F, V16F)
+        width, each, two = 16 * _VECTORS, range(_VECTORS), range(2)
+
+        def products(row, other):
+            """16 sums that add up to the product of two rows."""
+            sums = [b.fmul(row[i], other[i]) for i in two]
+            for i in range(2, _VECTORS):
+                sums[i % 2] = b.call(fma, [row[i], other[i], sums[i % 2]])
+            return b.fadd(*sums)
+
+        def added(one, other):
+            """Of two vectors what 8 neighbours of four lanes come to: of the first, then of the second."""
+            low, high = ([*range(i, i + 8), *range(16 + i, 24 + i)] for i in (0, 8))
+            return b.fadd(code.shuffle(one, other, low), code.shuffle(one, other, high))
+
+        def totals(vectors):
+            """The sums of the lanes of four vectors, in the same order for each."""
+            one, other = added(*vectors[:2]), added(*vectors[2:])
+            low, high = ([first + i for first in (0, 8, 16, 24) for i in range(at, at + 4)] for at in (0, 4))
+            found = b.fadd(code.shuffle(one, other, low), code.shuffle(one, other, high))
+            for step in (2, 1):
+                found = b.fadd(found, code.shuffle(found, found, [i ^ step for i in range(16)]))
+            return [b.extract_element(found, ir.Constant(ir.IntType(32), 4 * i)) for i in range(4)]
+
+        def token(r, reads):
+            def moved(i, *rows):
+                rows = [rows[:_VECTORS], rows[_VECTORS:]]
+                at_key = b.mul(i, I64(width))
+                keys = [code.load(code.at(k, b.add(at_key, I64(16 * j)), F32), V16F) for j in each]
+                sums = [products(row, keys) for row in rows]
+                if reads:
+                    queries = [code.load(code.at(q, b.add(at_key, I64(16 * j)), F32), V16F) for j in each]
+                    sums += [products(row, queries) for row in rows]
+                found = totals(sums if reads else sums + sums)
+                place = b.add(b.mul(i, Dv), r)
+                gate = code.at(gates, b.mul(i, I64(3)), F32)
+                decay, strength, both = (code.load(code.at(gate, j, F32), F32) for j in range(3))
+                made = []
+                for m, row in enumerate(rows):
+                    value = code.load(code.at(v, b.add(place, I64(m)), F32), F32)
+                    change = b.fmul(b.fsub(value, b.fmul(decay, found[m])), strength)
+                    if reads:
+                        result = b.fadd(b.fmul(decay, found[2 + m]), b.fmul(change, both))
+                        code.store(result, code.at(y, b.add(place, I64(m)), F32))
+                    wide, scale = code.splat(change), code.splat(decay)
+                    made += [b.call(fma, [wide, keys[j], b.fmul(scale, row[j])]) for j in each]
+                return made
+
+            return moved
+
+        def store(start, rows):
+            for j, row in enumerate(rows):
+                code.store(row, code.at(S, b.add(start, I64(16 * j)), F32))
+
+        def pair(r):
+            start = b.mul(r, I64(width))
+            rows = [code.load(code.at(S, b.add(start, I64(16 * j)), F32), V16F) for j in range(2 * _VECTORS)]
+            rows = code.loop(0, before, 1, token(r, False), *rows)
+            with b.if_then(b.and_(b.icmp_signed(">", before, I64(0)), b.icmp_signed("==", before, to))):
+                store(start, rows)
+            rows = code.loop(before, n, 1, token(r, True), *rows)
+            with b.if_then(b.icmp_signed(">", to, before)):
+                store(start, rows)
+
+        code.loop(0, Dv, 2, pair)
+        return context.get_dummy_value()
+
+    return sig, codegen
 
 
 # delta     the same with a decay for each channel: y = S (g q) + d (k q), d = (v - S (g k)) b; S <- S diag(g) + d k'
@@ -688,9 +782,6 @@ def _lane_gates_by_channel(b, first, n, h, k, decays, keys, gates):
         _times(decays[one], keys[two], keys[two])
 
 
-_FLOAT = types.CPointer(types.float32)
-
-
 def _lane_code(by_channel):
     """An intrinsic: tokens two by two over one panel Z [Dk, 32]; q, k [2 pairs, Dk], v, y 32 columns of rows of
     `stride`.
@@ -805,9 +896,19 @@ def _lane_pass_by_channel(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride, ke
     return _lane_code(by_channel=True)
 
 
-@kernel(ops.delta_commit, device="cpu", composed=True)
+# -- runs that are kept ----------------------------------------------------------------------------------------------
+
+
+@kernel(ops.delta_commit, device="cpu")
 def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> None:
     _check_state("delta_commit", state)
+    if gates.shape[2] == 2 and _fits_one_call(conv_state, int(accepted.sum())):
+        none = np.empty((0, gates.shape[3]), np.float32)
+        starts = np.zeros(len(slots) + 1, np.int32)
+        out = np.empty((0, *state.shape[1:3]), np.float32)
+        rows = (np.empty((0, conv_state.shape[2]), np.float32), none, none)
+        _verify(*rows, conv_state, state, gates, slots, starts, starts[1:], accepted, conv_weight, none, none, Hk, out)
+        return
     Hv, Dv, Dk = state.shape[1:]
     kept = conv_weight.shape[1] - 1
     for slot, count in zip(slots.tolist(), accepted.tolist(), strict=True):
@@ -824,19 +925,205 @@ def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> 
         rows[:kept] = rows[count : count + kept].copy()
 
 
+@kernel(ops.gated_delta_verify, device="cpu")
+def gated_delta_verify(
+    qkv, z, alpha, beta, conv_state, state, gates, slots, starts, keep, accepted, conv_weight, A_log, dt_bias,
+    norm_weight, Hk, eps, act="silu", *, out,
+) -> None:  # fmt: skip
+    _check_state("gated_delta_verify", state)
+    Hv, Dv, Dk = state.shape[1:]
+    short = len(qkv) < _LANES_FROM or _are_short(starts, keep)
+    if qkv.dtype == np.float32 and short and _fits_one_call(conv_state, len(qkv)):
+        rows, weights = (qkv, alpha, beta), (conv_weight, A_log, dt_bias)
+        _verify(*rows, conv_state, state, gates, slots, starts, keep, accepted, *weights, Hk, out)
+    else:
+        delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk)
+        y, g, b = np.empty_like(qkv), np.empty(alpha.shape, np.float32), np.empty(beta.shape, np.float32)
+        conv1d_causal(qkv, conv_state, conv_weight, slots, starts, out=y)
+        conv1d_state_update(conv_state, qkv, slots, starts, keep, conv_weight.shape[1])
+        rms_norm_qk(y, Hk, Dk, Hk * Dk, None, 1e-6, "sum", out=y)
+        gdn_decay_beta(alpha, beta, A_log, dt_bias, out=(g, b))
+        runs = {"slots": slots, "starts": starts, "keep": keep, "gates": gates}
+        gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, **runs, out=out)
+    # rows of no sequence are 0, and stay so where float32 has no number for 1 / sqrt(eps)
+    gated_rms_norm(out, z, norm_weight, max(eps, 1e-37) if eps else eps, act, out=out)
+
+
+def _fits_one_call(conv_state: np.ndarray, rows: int) -> bool:
+    """Whether one thread convolves so many rows."""
+    return conv_state.dtype == np.float32 and (rows * conv_state.shape[2] <= _SERIAL_CONV or threads() == 1)
+
+
+def _are_short(starts: np.ndarray, keep: np.ndarray) -> bool:
+    """Whether all runs go token by token: those that are kept, and others of few tokens."""
+    lengths = np.diff(starts)
+    return bool(((lengths < _LANES_FROM) | (keep > 0)).all())
+
+
+def _verify(qkv, alpha, beta, conv_state, state, gates, slots, starts, keep, accepted, weight, A_log, dt_bias, Hk, out):
+    """All of a layer's step between its projections but the norm behind it, float32."""
+    _, Hv, Dv, Dk = state.shape
+    A_log, dt_bias = (v.astype(np.float32, copy=False).ravel() for v in (A_log, dt_bias))
+    args = (
+        frozen(qkv), frozen(alpha), frozen(beta), conv_state.reshape(-1, conv_state.shape[2]), conv_state.shape[1],
+        state.reshape(-1, Dv, Dk), gates, frozen(slots), frozen(starts), frozen(keep), frozen(accepted),
+        frozen(weight.ravel().view(np.uint8)), fmt(weight), weight.shape[1], frozen(A_log), frozen(dt_bias), Hk,
+        np.float32(Dk**-0.5), out.reshape(len(qkv), Hv * Dv),
+    )  # fmt: skip
+    if threads() == 1 or len(slots) * Hv * Dv * Dk <= _SERIAL_DELTA:
+        _verify_runs(*args)
+    else:
+        run(_verify_heads, *args)
+
+
+# verify    the tokens that were accepted of each sequence's last run, then those of its next one: convolution, norms of
+#           q and k, gates, delta rule. State and rows of the convolution move on by the former, by the latter too
+#           unless they are kept, which is noted
+# shapes    qkv [T, C], alpha, beta [T, Hv], conv_state [S * depth, C], state [S * Hv, Dv, Dk], gates [S, K, 2, Hv],
+#           out [T, Hv Dv], all float32; weight the bytes of [C, W]; slots, keep, accepted [B], starts [B + 1]
+# threads   prange over sequences and heads, the rest on one
+# bytes     the state twice (in and out), all else once
+# limits    runs of up to 8 tokens
+@njit
+def _verify_runs(
+    qkv, alpha, beta, conv_state, depth, state, gates, slots, starts, keep, accepted, weight, form, W, A_log, dt_bias,
+    Hk, factor, out,
+):  # fmt: skip
+    rows = _kept_rows(
+        qkv, alpha, beta, conv_state, depth, state.shape[2], gates, slots, starts, keep, accepted, weight, form, W,
+        A_log, dt_bias, Hk, factor, out,
+    )  # fmt: skip
+    for task in range(slots.size * gates.shape[3]):
+        _verify_head(state, rows, slots, starts, keep, accepted, Hk, out, task)
+
+
+@njit(parallel=True)
+def _verify_heads(
+    qkv, alpha, beta, conv_state, depth, state, gates, slots, starts, keep, accepted, weight, form, W, A_log, dt_bias,
+    Hk, factor, out,
+):  # fmt: skip
+    rows = _kept_rows(
+        qkv, alpha, beta, conv_state, depth, state.shape[2], gates, slots, starts, keep, accepted, weight, form, W,
+        A_log, dt_bias, Hk, factor, out,
+    )  # fmt: skip
+    for task in prange(slots.size * gates.shape[3]):
+        _verify_head(state, rows, slots, starts, keep, accepted, Hk, out, task)
+
+
+@njit
+def _kept_rows(
+    qkv, alpha, beta, conv_state, depth, Dk, gates, slots, starts, keep, accepted, weight, form, W, A_log, dt_bias, Hk,
+    factor, out,
+):  # fmt: skip
+    """Of the accepted and the new tokens of each sequence, one behind the other: rows behind convolution and norms,
+    decay and strength, and where those of each sequence begin. What is kept for the next time is written.
+    """
+    Hv, C, T = gates.shape[3], conv_state.shape[1], qkv.shape[0]
+    first = np.zeros(slots.size + 1, np.int64)
+    most = 0
+    for s in range(slots.size):
+        count = np.int64(accepted[s]) + starts[s + 1] - starts[s] if slots[s] >= 0 else 0
+        first[s + 1] = first[s] + count
+        most = max(most, count)
+    y = np.empty((first[-1], C), np.float32)
+    g, b = np.empty((first[-1], Hv), np.float32), np.empty((first[-1], Hv), np.float32)
+    new_g, new_b = np.empty((T, Hv), np.float32), np.empty((T, Hv), np.float32)
+    if T:
+        _decay_beta(alpha.view(np.uint8), beta.view(np.uint8), A_log, dt_bias, FLOAT32, new_g, new_b)
+    seen = np.empty((W - 1 + most, C), np.float32)
+    one = np.full(1, -1, np.int32)
+    end = 0
+    for s in range(slots.size):
+        low, high, held = np.int64(starts[s]), np.int64(starts[s + 1]), np.int64(accepted[s])
+        out[end:low] = np.float32(0)
+        end = high
+        if slots[s] < 0:
+            out[low:high] = np.float32(0)
+            continue
+        slot, n, at_row = np.int64(slots[s]), high - low, first[s]
+        base = slot * depth
+        for i in range(W - 1 + held):
+            _copy_row(conv_state[base + i], seen[i])
+        for i in range(n):
+            _copy_row(qkv[low + i], seen[W - 1 + held + i])
+        rows = seen[: W - 1 + held + n].view(np.uint8)
+        if held + n:
+            _convolve_some(
+                rows[W - 1 :], rows, weight, one, depth, FLOAT32, FLOAT32, form, True,
+                y[at_row : at_row + held + n].view(np.uint8), 0, held + n, 0, C,
+            )  # fmt: skip
+        kept = n if keep[s] else 0
+        shift = held if kept else held + n
+        for i in range(W - 1 + kept):
+            _copy_row(seen[shift + i], conv_state[base + i])
+        for i in range(held):
+            _copy_row(gates[slot, i, 0], g[at_row + i])
+            _copy_row(gates[slot, i, 1], b[at_row + i])
+        for i in range(n):
+            _copy_row(new_g[low + i], g[at_row + held + i])
+            _copy_row(new_b[low + i], b[at_row + held + i])
+        for i in range(kept):
+            _copy_row(new_g[low + i], gates[slot, i, 0])
+            _copy_row(new_b[low + i], gates[slot, i, 1])
+    out[end:] = np.float32(0)
+    if first[-1]:
+        patterns = y.reshape(-1).view(np.uint16)
+        qk_rows(patterns, FLOAT32, C, Hk, Dk, Hk * Dk, factor, 1e-6, patterns, 0, first[-1])
+    return y, g, b, first
+
+
+@njit
+def _copy_row(row, to):
+    for i in range(to.size):
+        to[i] = row[i]
+
+
+@njit
+def _verify_head(state, rows, slots, starts, keep, accepted, Hk, out, task):
+    y, g, b, first = rows
+    Hv, Dv, Dk = g.shape[1], state.shape[1], state.shape[2]
+    s, h = task // Hv, task % Hv
+    if slots[s] < 0 or first[s + 1] == first[s]:
+        return
+    n, held, low = first[s + 1] - first[s], np.int64(accepted[s]), np.int64(starts[s])
+    q, k = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
+    v, found = np.empty((n, Dv), np.float32), np.empty((n, Dv), np.float32)
+    factors, row = np.empty((n, 3), np.float32), np.empty(Dk, np.float32)
+    _load_heads(y.view(np.uint8), FLOAT32, first[s], n, h, Hk, Hv, Dv, q, k, v)
+    for i in range(n):
+        at_row = first[s] + i
+        factors[i, 0], factors[i, 1], factors[i, 2] = g[at_row, h], b[at_row, h], _dot(k[i], q[i])
+    S = state[np.int64(slots[s]) * Hv + h]
+    _step_block(S, row, q, k, v, factors, found, held, n, keep[s] == 0)
+    for i in range(held, n):
+        _copy_row(found[i], out[low + i - held, h * Dv : (h + 1) * Dv])
+
+
 # -- a layer's step --------------------------------------------------------------------------------------------------
 
 
-@kernel(ops.gated_delta_step, device="cpu", composed=True)
+@kernel(ops.gated_delta_step, device="cpu")
 def gated_delta_step(
     qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk, eps, act="silu", *, out
 ) -> None:
     _check_state("gated_delta_step", state)
     Hv, Dv, Dk = state.shape[1:]
-    y, g, b = np.empty_like(qkv), np.empty(alpha.shape, np.float32), np.empty(beta.shape, np.float32)
-    conv1d_causal(qkv, conv_state, conv_weight, slots, out=y)
-    conv1d_state_update(conv_state, qkv, slots, width=conv_weight.shape[1])
-    rms_norm_qk(y, Hk, Dk, Hk * Dk, None, 1e-6, "sum", out=y)
-    gdn_decay_beta(alpha, beta, A_log, dt_bias, out=(g, b))
-    gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots, out=out)
+    if qkv.dtype == np.float32 and alpha.ndim == 2 and _fits_one_call(conv_state, len(qkv)):
+        runs, gates = _single_runs(len(slots)), np.empty((1, 0, 2, Hv), np.float32)
+        rows, weights = (qkv, alpha, beta), (conv_weight, A_log, dt_bias)
+        _verify(*rows, conv_state, state, gates, slots, *runs, *weights, Hk, out)
+    else:
+        y, g, b = np.empty_like(qkv), np.empty(alpha.shape, np.float32), np.empty(beta.shape, np.float32)
+        conv1d_causal(qkv, conv_state, conv_weight, slots, out=y)
+        conv1d_state_update(conv_state, qkv, slots, width=conv_weight.shape[1])
+        rms_norm_qk(y, Hk, Dk, Hk * Dk, None, 1e-6, "sum", out=y)
+        gdn_decay_beta(alpha, beta, A_log, dt_bias, out=(g, b))
+        gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots, out=out)
     gated_rms_norm(out, z, norm_weight, eps, act, out=out)
+
+
+@functools.lru_cache(maxsize=64)
+def _single_runs(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Starts, kept and accepted tokens of so many sequences with one token each."""
+    none = np.zeros(count, np.int32)
+    return np.arange(count + 1, dtype=np.int32), none, none

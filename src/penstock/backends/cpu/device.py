@@ -29,7 +29,7 @@ class CpuDevice:
     samples_tokens = False
     chunk_alignment = 256  # a page of the caches: each is written by one chunk
     fixed_caches = False
-    joins = 1
+    joins = 8
     captures = False
     default_dtype, default_activations = "float32", "int8"
     state_dtypes: tuple[str, ...] = ("float32",)

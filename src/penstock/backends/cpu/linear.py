@@ -65,6 +65,7 @@ STRIP = 16  # rows of a weight that one task takes: the lanes of a panel
 WIDE = 64  # where they are short
 FEW = 2  # tokens up to which a row is read against all of them; above, 16 rows become a panel first (1.7 × at 3 tokens)
 FEW_SHORT = 4  # the same for rows of up to 512
+FEW_TOGETHER = 8  # the same where codes are unpacked once for all tokens
 SOME = 16  # tokens up to which a product is one call
 SMALL = 1 << 17  # weight bytes × tokens below which one thread is faster than waking the others
 
@@ -454,6 +455,13 @@ def block_rows(x, pairs, out):
 
 
 @njit
+def _repeat(row, count):
+    """The first `count` numbers of a row again and again."""
+    for i in range(count, row.size):
+        row[i] = row[i - count]
+
+
+@njit
 def rounded_rows(x, gs, offset, pairs, xp, xb, delta, total):
     """float32 rows as `int8_one` takes them: bytes, paired for codes of 4 bits, those of `block_rows`; delta and total
     [T, 16 · G], 16 times the same.
@@ -461,11 +469,8 @@ def rounded_rows(x, gs, offset, pairs, xp, xb, delta, total):
     xq, groups = np.empty(x.shape, np.int8), x.shape[1] // gs
     for t in range(x.shape[0]):
         int8_row(x[t], gs, offset, xq[t], delta[t, :groups], total[t, :groups])
-        for row in (delta[t], total[t]):
-            for start in range(groups, row.size, groups):
-                copy = row[start : start + groups]
-                for g in range(groups):
-                    copy[g] = row[g]
+        _repeat(delta[t], groups)
+        _repeat(total[t], groups)
     if pairs:
         pair_rows(xq, xp)
     else:
@@ -645,16 +650,64 @@ def int8_one(kind: int, how: int) -> Any:
 
 
 @functools.cache
+def int8_tokens(kind: int, how: int) -> Any:
+    """The product of some rows of codes with a few tokens, int8, as other kernels call it."""
+    one = int8_one(kind, how)
+    if kind != 4 or how != _simd.VNNI:
+
+        @njit
+        def one_by_one(codes, scales, biases, form, gs, first, xp, xb, delta, total, y, column, rows):
+            for t in range(y.shape[0]):
+                part = y[t, column : column + rows]
+                one(codes, scales, biases, form, gs, first, xp, xb, delta, total, t, part)
+
+        return one_by_one
+
+    # int8_tokens  y[t, column + i] = row first + i of the weight · token t, for `rows` rows
+    # shapes       as in int8_one; y float32 [P, ·]
+    # threads      none: part of a task
+    # bytes        rows · (K · bits / 8 + 2 · G · itemsize)
+    # limits       codes of 4 bits, AVX-512 VNNI
+    @njit
+    def together(codes, scales, biases, form, gs, first, xp, xb, delta, total, y, column, rows):
+        (T, K), size = xp.shape, xb.shape[1]
+        groups, done = K // gs, 0
+        if gs == 64 and K <= 512 and size % K == 0 and _has_few_groups(groups):
+            terms = np.empty((T, STRIP * groups), np.float32)
+            x, to = at(xb if K < 512 else xp, 0), at(terms, 0)
+            stride, each = codes.shape[2], scales.shape[2]
+            d, sx = at(delta, 0), at(total, 0)
+            while done + STRIP <= rows:
+                row = first + done
+                c, s, b = at(codes, row * stride), at(scales, row * each), at(biases, row * each)
+                if form == 0:
+                    _simd.strip_terms(c, x, size, s, b, d, sx, T, groups, to, kind, how, 0)
+                elif form == 1:
+                    _simd.strip_terms(c, x, size, s, b, d, sx, T, groups, to, kind, how, 1)
+                else:
+                    _simd.strip_terms(c, x, size, s, b, d, sx, T, groups, to, kind, how, 2)
+                for t in range(T):
+                    _sum_terms(terms[t], groups, y[t], column + done)
+                done += STRIP
+            keep(terms)
+        for t in range(T if done < rows else 0):
+            part = y[t, column + done : column + rows]
+            one(codes, scales, biases, form, gs, first + done, xp, xb, delta, total, t, part)
+
+    return together
+
+
+@functools.cache
 def int8_few(kind: int, how: int) -> tuple[Any, Any]:
     """Serial and parallel kernel of a product with a few rows of float32, from rounding them to the results in
     one call.
     """
-    one, pairs = int8_one(kind, how), _simd.width(kind) == 4
+    tokens, pairs = int8_tokens(kind, how), _simd.width(kind) == 4
 
     # int8_few  y[t] = W · int8(x[t]) for one weight and a few rows
     # shapes    codes, scales, biases as in Stack, S = 1; x float32 [T, K]; y float32 [T, N]
     # threads   prange over strips of the weight in the parallel form; a number belongs to one thread
-    # bytes     the weight once per row of x (the second finds it in cache), x stays in cache
+    # bytes     the weight once, or once per row of x (the second finds it in cache); x stays in cache
     # limits    instructions of `how`, not PORTABLE
     @njit
     def serial(codes, scales, biases, form, gs, offset, x, y):
@@ -663,8 +716,7 @@ def int8_few(kind: int, how: int) -> tuple[Any, Any]:
         xb = np.empty((T, block_size(K)), np.int8)
         delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
         rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
-        for t in range(T):
-            one(codes, scales, biases, form, gs, 0, xp, xb, delta, total, t, y[t])
+        tokens(codes, scales, biases, form, gs, 0, xp, xb, delta, total, y, 0, y.shape[1])
 
     @njit(parallel=True)
     def parallel(codes, scales, biases, form, gs, offset, x, y):
@@ -676,9 +728,48 @@ def int8_few(kind: int, how: int) -> tuple[Any, Any]:
         N, rows = y.shape[1], STRIP if K > 512 else WIDE
         for i in prange((N + rows - 1) // rows):
             first = i * rows
-            for t in range(T):
-                part = y[t, first : min(first + rows, N)]
-                one(codes, scales, biases, form, gs, first, xp, xb, delta, total, t, part)
+            tokens(codes, scales, biases, form, gs, first, xp, xb, delta, total, y, first, min(rows, N - first))
+
+    return serial, parallel
+
+
+@functools.cache
+def int8_gate_up(kind: int, how: int) -> tuple[Any, Any]:
+    """Serial and parallel kernel of act(gate · x) · (up · x) for a few rows of float32 in one call."""
+    tokens, pairs = int8_tokens(kind, how), _simd.width(kind) == 4
+
+    # int8_gate_up  y[t] = act(G · int8(x[t])) · (U · int8(x[t])), act silu or gelu
+    # shapes        two weights of one format as in int8_few; x float32 [T, K]; y float32 [T, N]
+    # threads       prange over strips of the weights in the parallel form; a number belongs to one thread
+    # bytes         as int8_few for both
+    # limits        as int8_few
+    @njit
+    def strip(gate, gate_s, gate_b, up, up_s, up_b, form, gs, first, rows, xp, xb, delta, total, gelu, y):
+        g, u = np.empty((y.shape[0], rows), np.float32), np.empty((y.shape[0], rows), np.float32)
+        tokens(gate, gate_s, gate_b, form, gs, first, xp, xb, delta, total, g, 0, rows)
+        tokens(up, up_s, up_b, form, gs, first, xp, xb, delta, total, u, 0, rows)
+        for t in range(y.shape[0]):
+            gated_row(g[t], u[t], gelu, y[t, first : first + rows])
+
+    @njit
+    def serial(gate, gate_s, gate_b, up, up_s, up_b, form, gs, offset, x, gelu, y):
+        T, K = x.shape
+        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
+        rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
+        strip(gate, gate_s, gate_b, up, up_s, up_b, form, gs, 0, y.shape[1], xp, xb, delta, total, gelu, y)
+
+    @njit(parallel=True)
+    def parallel(gate, gate_s, gate_b, up, up_s, up_b, form, gs, offset, x, gelu, y):
+        T, K = x.shape
+        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
+        rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
+        N, most = y.shape[1], STRIP if K > 512 else WIDE
+        for i in prange((N + most - 1) // most):
+            first = i * most
+            rows = min(most, N - first)
+            strip(gate, gate_s, gate_b, up, up_s, up_b, form, gs, first, rows, xp, xb, delta, total, gelu, y)
 
     return serial, parallel
 
@@ -1210,20 +1301,28 @@ def product_into(x: np.ndarray, w: Any, out: np.ndarray, activations: str, varia
 
 def _in_one_call(x: np.ndarray, w: Stack, y: np.ndarray, activations: str, variant: str | None) -> bool:
     """A product with a few rows, for which calls take as long as the work, by one kernel; whether there is one."""
-    T = len(x)
-    if activations != "int8" or not w.rounds or w.is_blocks or w.global_scale is not None or not 0 < T <= SOME:
-        return False
     how = chosen(variant)
-    by_rows = (FEW_SHORT if w.K <= 512 else FEW) >= T
-    if how == PORTABLE or (not by_rows and how != _simd.VNNI):
+    by_rows = _goes_by_rows(w, len(x), activations, how)
+    if by_rows is None:
         return False
     serial, parallel = int8_few(w.kind, how) if by_rows else int8_some(w.kind)
     args = (w.codes, w.scales, w.biases, w.fmt, w.gs, w.offset, x, y)
-    if w.codes.nbytes * T < SMALL:
+    if w.codes.nbytes * len(x) < SMALL:
         serial(*args)
     else:
         run(parallel, *args)
     return True
+
+
+def _goes_by_rows(w: Stack, T: int, activations: str, how: int) -> bool | None:
+    """Whether a product with T rows in one call takes rows of the weight one by one, or by panels; None: it is more
+    than one call.
+    """
+    if activations != "int8" or not w.rounds or w.is_blocks or w.global_scale is not None or not 0 < T <= SOME:
+        return None
+    short = FEW_TOGETHER if w.kind == 4 and w.gs == 64 and how == _simd.VNNI else FEW_SHORT
+    by_rows = (short if w.K <= 512 else FEW) >= T
+    return None if how == PORTABLE or (not by_rows and how != _simd.VNNI) else by_rows
 
 
 @kernel(ops.dequantize, device="cpu")
@@ -1306,8 +1405,19 @@ def _gate_up(x, gate_w, up_w, act: str, activations: str, out: np.ndarray, varia
     if out.size == 0:
         return
     rows, y = float_rows(x), float_target(out)
-    gate, up = y.reshape(len(rows), out.shape[-1]), np.empty((len(rows), out.shape[-1]), np.float32)
-    stacks = [stack_of(gate_w), stack_of(up_w)]
+    gate = y.reshape(len(rows), out.shape[-1])
+    g, u = stacks = [stack_of(gate_w), stack_of(up_w)]
+    alike, how = (g.kind, g.gs, g.fmt) == (u.kind, u.gs, u.fmt), chosen(variant)
+    if alike and all(_goes_by_rows(w, len(rows), activations, how) for w in stacks):
+        args = (g.codes, g.scales, g.biases, u.codes, u.scales, u.biases, g.fmt, g.gs, g.offset)
+        serial, parallel = int8_gate_up(g.kind, how)
+        if g.codes.nbytes * len(rows) < SMALL:
+            serial(*args, rows, act == "gelu_tanh", gate)
+        else:
+            run(parallel, *args, rows, act == "gelu_tanh", gate)
+        finish(y, out)
+        return
+    up = np.empty(gate.shape, np.float32)
     if not all(_in_one_call(rows, w, y, activations, variant) for w, y in zip(stacks, (gate, up), strict=True)):
         shared_products(rows, stacks, whole(len(rows)), lambda a: a, [gate, up], activations, variant)
     gated(gate, up, act, gate)

@@ -18,6 +18,7 @@ from penstock.backends.cpu._blocks import STEP
 from penstock.backends.cpu._formats import frozen
 from penstock.backends.cpu._math import silu32
 from penstock.backends.cpu._route import moe_combine_residual
+from penstock.backends.cpu._rows import copy_bytes
 from penstock.backends.cpu._simd import width as width_of
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import njit
@@ -36,7 +37,7 @@ from penstock.backends.cpu.linear import (
     gated,
     gated_row,
     grouped_product,
-    int8_one,
+    int8_tokens,
     paired_size,
     pairs_of,
     product_into,
@@ -153,7 +154,7 @@ FEW_TOKENS = 8  # that go through their experts in one launch
 @functools.cache
 def token_block(up_kind: int, down_kind: int, how: int) -> Any:
     """The kernel that takes a few tokens through their chosen experts, int8, for two kinds of codes."""
-    up_rows, down_rows = int8_one(up_kind, how), int8_one(down_kind, how)
+    up_rows, down_rows = int8_tokens(up_kind, how), int8_tokens(down_kind, how)
     up_pairs, down_pairs = width_of(up_kind) == 4, width_of(down_kind) == 4
 
     # token_block  h[p] = act(gate_e · x[t]) · (up_e · x[t]) of pairs p of a token t and an expert e, sorted by e;
@@ -179,20 +180,23 @@ def token_block(up_kind: int, down_kind: int, how: int) -> Any:
         groups = K // up_gs * STRIP
         delta, total = np.empty((T, groups), np.float32), np.empty((T, groups), np.float32)
         rounded_rows(x, up_gs, up_offset, up_pairs, xp, xb, delta, total)
+        if T > 1:  # a row for each pair: those of an expert lie one behind the other
+            xp, xb, delta, total = _of_pairs(order[:P], k, xp, xb, delta, total)
         h = np.empty((P, width), np.float32)
         strip = STRIP if K > 512 else WIDE
         strips = (width + strip - 1) // strip
         for i in prange(experts * strips):
             e, first = i // strips, i % strips * strip
             rows = min(strip, width - first)
-            g, u = np.empty(rows, np.float32), np.empty(rows, np.float32)
+            low, high = (lo[e], lo[e + 1]) if T > 1 else (0, 1)
+            g, u = np.empty((high - low, rows), np.float32), np.empty((high - low, rows), np.float32)
             slot = np.int64(slots[order[lo[e]]])
             at_gate, at_up = slot * gate.shape[1] + first, slot * up.shape[1] + offset + first
-            for p in range(lo[e], lo[e + 1]):
-                t = order[p] // k
-                up_rows(gate, gate_s, gate_b, form, up_gs, at_gate, xp, xb, delta, total, t, g)
-                up_rows(up, up_s, up_b, form, up_gs, at_up, xp, xb, delta, total, t, u)
-                gated_row(g, u, gelu, h[p, first : first + rows])
+            p, b, d, s = xp[low:high], xb[low:high], delta[low:high], total[low:high]
+            up_rows(gate, gate_s, gate_b, form, up_gs, at_gate, p, b, d, s, g, 0, rows)
+            up_rows(up, up_s, up_b, form, up_gs, at_up, p, b, d, s, u, 0, rows)
+            for n in range(lo[e + 1] - lo[e]):
+                gated_row(g[n], u[n], gelu, h[lo[e] + n, first : first + rows])
 
         hp = np.empty((P, paired_size(width) if down_pairs else width), np.int8)
         hb = np.empty((P, block_size(width)), np.int8)
@@ -203,13 +207,30 @@ def token_block(up_kind: int, down_kind: int, how: int) -> Any:
             first = i * WIDE
             rows = min(WIDE, dim - first)
             each = np.empty((P, rows), np.float32)
-            for p in range(P):
-                at_row = np.int64(slots[order[p]]) * dim + first
-                down_rows(down, down_s, down_b, down_form, down_gs, at_row, hp, hb, h_delta, h_total, p, each[p])
+            for e in range(experts):
+                low, high = lo[e], lo[e + 1]
+                at_row = np.int64(slots[order[low]]) * dim + first
+                p, b, d, s = hp[low:high], hb[low:high], h_delta[low:high], h_total[low:high]
+                down_rows(down, down_s, down_b, down_form, down_gs, at_row, p, b, d, s, each[low:high], 0, rows)
             for t in range(T):
                 _weighted_row(each, place[t], weights[t], y[t, first : first + rows])
 
     return block
+
+
+@njit
+def _of_pairs(order, k, xp, xb, delta, total):
+    """Rows of tokens as rows of their pairs."""
+    P = order.size
+    to_p, to_b = np.empty((P, xp.shape[1]), np.int8), np.empty((P, xb.shape[1]), np.int8)
+    to_d, to_t = np.empty((P, delta.shape[1]), np.float32), np.empty((P, delta.shape[1]), np.float32)
+    for p in range(P):
+        t = order[p] // k
+        copy_bytes(xp[t], to_p[p])
+        copy_bytes(xb[t], to_b[p])
+        copy_bytes(delta[t], to_d[p])
+        copy_bytes(total[t], to_t[p])
+    return to_p, to_b, to_d, to_t
 
 
 @njit

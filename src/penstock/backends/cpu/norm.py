@@ -367,7 +367,7 @@ def _unit_heads(x, fmt, place, factor, added, heads, rinv, y, out):
 
 
 @njit
-def _qk_rows(x, fmt, total, heads, key_dim, key_offset, q_factor, added, out, start, stop):
+def qk_rows(x, fmt, total, heads, key_dim, key_offset, q_factor, added, out, start, stop):
     """Rows start … stop - 1 of `_qk_parallel`."""
     width = heads * key_dim
     scratch, rinv = np.empty((2, heads, key_dim), np.float32), np.empty(heads, np.float32)
@@ -400,7 +400,7 @@ def _qk_parallel(x, fmt, total, heads, key_dim, key_offset, q_factor, added, out
     step = max(1, _BLOCK * _CHUNK // total)
     for c in prange((rows + step - 1) // step):
         start, stop = c * step, min(rows, (c + 1) * step)
-        _qk_rows(x, fmt, total, heads, key_dim, key_offset, q_factor, added, out, start, stop)
+        qk_rows(x, fmt, total, heads, key_dim, key_offset, q_factor, added, out, start, stop)
 
 
 @kernel(ops.rms_norm_qk, device="cpu")
@@ -412,6 +412,6 @@ def rms_norm_qk(x, num_k_heads, key_dim, key_offset, inv_scale, eps, eps_on, *, 
     added = float(eps * key_dim if eps_on == "mean" else eps)
     call = (flat(x), fmt(x), total, num_k_heads, key_dim, key_offset, factor, added, flat_out(out))
     if x.size <= SERIAL:
-        _qk_rows(*call, 0, rows)
+        qk_rows(*call, 0, rows)
     else:
         _threads.run(_qk_parallel, *call, rows)
