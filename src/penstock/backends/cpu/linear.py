@@ -670,11 +670,12 @@ def int8_tokens(kind: int, how: int) -> Any:
     # limits       codes of 4 bits, AVX-512 VNNI
     @njit
     def together(codes, scales, biases, form, gs, first, xp, xb, delta, total, y, column, rows):
-        (T, K), size = xp.shape, xb.shape[1]
+        T, K = xp.shape
         groups, done = K // gs, 0
-        if gs == 64 and K <= 512 and size % K == 0 and _has_few_groups(groups):
+        if gs == 64 and K <= 512 and _has_few_groups(groups):
             terms = np.empty((T, STRIP * groups), np.float32)
-            x, to = at(xb if K < 512 else xp, 0), at(terms, 0)
+            whole = xb if K < 512 else xp
+            x, size, to = at(whole, 0), whole.shape[1], at(terms, 0)
             stride, each = codes.shape[2], scales.shape[2]
             d, sx = at(delta, 0), at(total, 0)
             while done + STRIP <= rows:
