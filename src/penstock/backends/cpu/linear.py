@@ -6,7 +6,8 @@ plain product is one group, experts are one group each. Two ways of multiplying:
     int8      x is rounded to bytes per group of the weight; codes and bytes meet in integer dot products (exact), and
               (scale · delta) · Σ code·xq + bias · (delta · Σ xq) is added up in float32 in a fixed order; E2M1 floats
               are u = 2 · float + 12, unsigned, and (scale / 2 · delta) · (Σ u·xq − 12 · Σ xq) is added up; E4M3 floats
-              are whole numbers of 2⁻⁹ below 2¹⁸, so sums over 32 fit 32 bits; a NaN makes its row's results NaN
+              are whole numbers of 2⁻⁹ below 2¹⁸, so sums over 32 fit 32 bits (their scales are below 2¹²⁰, since they
+              are multiplied by 256 first), and a NaN code makes its row's results NaN
     float32   weights become float32 rows in cache, products are fused multiply-adds into 16 lanes
 
 In both the order of a sum depends on K alone: not on threads, tokens, tiles or the instructions used.
