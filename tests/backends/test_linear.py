@@ -138,14 +138,15 @@ def test_mxfp8_sums_are_those_of_whole_numbers(vbmi, monkeypatch, rng):
     whole = (E4M3[codes] * 512).astype(np.int64)
     want = (xq[:, None].astype(np.int64) * whole).reshape(n, 16, K // 32, 32).sum(-1)
     assert np.abs(want).max() == 448 * 512 * 127 * 32
+    sums = np.zeros((n, K // 32), np.int32)
+    scales, start, acc = (np.ones(size, np.float32) for size in (K // 2, K // 2, 16 * 16 * n))
+    delta, y = np.zeros((n, K // 32), np.float32), np.zeros((n, 16), np.float32)
     for r in range(16):
-        sums = np.zeros((n, K // 32), np.int32)
         assert not by_rows(codes[r], xq, sums)
         np.testing.assert_array_equal(sums, want[:, r])
     for group in range(0, K // 32, 7):  # one at a time: a float32 has no room for all
-        delta, y = np.zeros((n, K // 32), np.float32), np.zeros((n, 16), np.float32)
+        delta[:] = 0
         delta[:, group] = 1
-        scales, start, acc = (np.ones(size, np.float32) for size in (K // 2, K // 2, 16 * 16 * n))
         assert not by_panel(codes, xq ^ np.int8(-128), start, scales, delta, acc, y)
         np.testing.assert_array_equal(y, want[:, :, group].astype(np.float32) * np.float32(_simd.E4M3_UNIT))
     codes[9, 600] = 0xFF
