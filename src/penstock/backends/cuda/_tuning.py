@@ -178,8 +178,8 @@ GROUPED_LONG = (128,)
 GROUPED_ROWS = ((10, 16), (40, 32), (90, 64), (float("inf"), 128))
 
 # Pairs from which they are counted by blocks, then placed: below, a program for each slot goes through all of them,
-# which takes 41.6 µs with 32768 pairs and 256 slots (so 11.5), and 7.4 with 4096. Counts of blocks that a program has at a time,
-# and pairs that it compares its own with.
+# which takes 41.6 µs with 32768 pairs and 256 slots (by blocks 11.5), and 7.4 with 4096. Counts of blocks that a
+# program has at a time, and pairs that it compares its own with.
 PLAN_MANY, PLAN_COUNTS, PLAN_COLUMNS = 8192, 8192, 32
 
 # Grouping pairs by expert pays once chosen experts have several tokens: with 4 bits from T = 60 on for 256 experts of
