@@ -191,8 +191,8 @@ EXPERT_TILES = (
 )
 # Tiles of a router's scores: BM, BN, warps, stages.
 SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (32, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4))
-# Warps of a norm with the sum before it.
-NORM_WARPS = (4, 2, 8)
+# Rows of a program and its warps, of a norm with the sum before it.
+NORM_SHARES = ((1, 4), (1, 2), (1, 8), (2, 4), (2, 8), (4, 8))
 
 
 class Limited:
@@ -274,7 +274,7 @@ def score_sizes(T: int) -> list[dict[str, Any]]:
 
 
 def norm_sizes(T: int) -> list[dict[str, Any]]:
-    """A norm with the sum before it, with each of `NORM_WARPS`."""
+    """A norm with the sum before it, with each of `NORM_SHARES`."""
     from penstock.backends.cuda import norm
 
     w, out = normal(DIM, dtype=torch.float32), (normal(T, DIM), torch.empty(T, DIM, device="cuda"))
@@ -289,9 +289,9 @@ def norm_sizes(T: int) -> list[dict[str, Any]]:
         calls = [functools.partial(ops.residual_norm, *each, w, 1e-6, True, out=out) for each in sets]
         return [row("residual_norm", name, seconds(calls), T * DIM * 12)]
 
-    for warps in NORM_WARPS:
-        norm.tile = lambda op, dim, *more, warps=warps: whole(op, dim, *more)._replace(warps=warps)
-        rows += attempt(f"T={T} {warps} warps", functools.partial(timed, f"T={T} {warps} warps"))
+    for R, warps in NORM_SHARES:
+        norm.tile = lambda op, dim, *more, R=R, warps=warps: whole(op, dim, *more)._replace(R=R, warps=warps)
+        rows += attempt(f"T={T} {R} rows, {warps} warps", functools.partial(timed, f"T={T} {R} rows, {warps} warps"))
     norm.tile = whole
     return rows
 

@@ -215,7 +215,7 @@ def delta(
     return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
 
 
-def delta_of_runs(**values: Value) -> Any:
+def delta_of_runs(**values: Any) -> Any:
     """A DeltaNet layer of runs, of which rows before the norm of q and k are not kept."""
     made, between = delta(**values)
     return made, between[:1]

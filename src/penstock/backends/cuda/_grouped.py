@@ -254,7 +254,8 @@ def _zeros(a, first, end, N, n, BM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 # grouped   out[p] = W[e] · x[p // SHARE]ᵀ for the pairs p of expert e; with ACT: act(gate · x) · (up · x)
-# shapes    x [P / SHARE, K]; W stacks [S, rows, K]; out [P, N], in the dot order of OUT codes per unit if not 0;
+# shapes    x [P / SHARE, K]; W stacks [S, rows, K]; out [P, N], in the dot order of OUT codes per unit if not 0; tiles
+#           of up to BM pairs, with LONG of up to BM + TAIL;
 #           ACT: half the rows of a weight tile are of gate, half of up, whose row n is `up_*` elements behind that of
 #           gate in each array of the weight
 # grid      (tiles · N tiles,), N first, so that an expert's tiles run together and its weights are read once

@@ -1,6 +1,5 @@
-"""CUDA kernels of the norms: one for a norm and what surrounds it, one for the norm of a sum, one for three norms of
-one row, one for the end of a layer, one for the heads of a DeltaNet layer. Each reads and writes memory once, rows stay
-in registers between.
+"""CUDA kernels of the norms: one for a norm and what surrounds it, one for three norms of one row, one for the end of
+a layer, one for the heads of a DeltaNet layer. Each reads and writes memory once, rows stay in registers between.
 
 rinv(v) = 1 / sqrt(mean(v²) + eps) and n(v, w) = v · rinv(v) · w as in the definitions; float32 inside.
 """
@@ -179,49 +178,9 @@ def norm_add_scalar(residual, x, weight, scalar, eps, *, out):
     _norm("norm_add_scalar", x, weight, eps, out, after=residual, how="add", scalar=scalar)
 
 
-# sum norm  v = residual + x, y = n(v, w), sum = v (or None)
-# shapes    x, residual, y, sum [rows, dim], each of a float of its own; w [dim]
-# grid      (rows,): a program owns a row
-# bytes     itemsize · rows · dim of x, residual, y and sum
-# limits    BLOCK ≥ dim, a power of two; y and sum may lie over x or residual
-#
-# A thread has four columns that follow each other in every array. With as many as 16 bytes hold, those of floats of two
-# widths pass through shared memory: 40 µs for a [4096, 2048] whose bytes need 24.
-#
-# PDL: its weight comes to the L2 cache before it waits.
-@triton.jit
-def _sum_norm_kernel(
-    x_ptr, residual_ptr, w_ptr, sum_ptr, y_ptr, dim, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    if PDL and w_ptr is not None:
-        prefetch_lines(w_ptr, dim, BLOCK)
-    wait_for_previous(PDL)
-    col = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    live = col < dim
-    at = tl.program_id(0).to(tl.int64) * dim + col
-    v = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
-    v += tl.load(residual_ptr + at, mask=live, other=0.0).to(tl.float32)
-    if w_ptr is not None:  # on its way before the sum is waited for
-        w = tl.load(w_ptr + col, mask=live, other=0.0).to(tl.float32)
-    y = v * tl.rsqrt(tl.sum(tl.sum(v * v, axis=1), axis=0) / dim + eps)
-    if w_ptr is not None:
-        y *= w
-    tl.store(y_ptr + at, rounded(y, y_ptr.dtype.element_ty), mask=live)
-    if sum_ptr is not None:
-        tl.store(sum_ptr + at, rounded(v, sum_ptr.dtype.element_ty), mask=live)
-
-
 @kernel(ops.residual_norm, device="cuda")
 def residual_norm(residual, x, weight, eps, write_sum, *, out):
-    y, total = out
-    if y.numel() == 0:
-        return
-    share = tile("residual_norm", y.shape[-1])
-    block = max(4, share.BLOCK)
-    grid = (y.numel() // y.shape[-1],)
-    _sum_norm_kernel[grid](
-        x, residual, weight, total, y, y.shape[-1], eps, BLOCK=block, num_warps=share.warps, **pdl_options()
-    )
+    _norm("residual_norm", x, weight, eps, out[0], before=residual, sum_out=out[1])
 
 
 @kernel(ops.residual_norm_scalar, device="cuda")
