@@ -51,8 +51,8 @@ EXPERTS = {  # dim, width of an expert, experts, chosen and shared ones
 
 FORMATS = ("4 bits", "8 bits", "mxfp4", "mxfp8", "nvfp4", *BLOCK_TYPES)
 SHAPES = ((12288, 2048), (2048, 4096), (17408, 5120))  # N, K
-TOKENS = (1, 2, 4, 8, 16, 32)
-EXPERT_TOKENS = (1, 8, 32, 128)
+TOKENS = (1, 4, 8, 16)
+EXPERT_TOKENS = (8, 32)
 FILES = {"4 bits": ("4 bits", "4 bits"), "Q4_K": ("Q4_K", "Q6_K")}  # gate and up, and down: those of a Q4_K_M file
 
 
