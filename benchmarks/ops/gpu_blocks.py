@@ -115,6 +115,7 @@ def product_rows(format: str, N: int, K: int, cases: list[tuple[Any, ...]]) -> l
             error = check(what, got, x.double() @ dense.T, most)
             took = seconds([lambda w=w, x=x, out=out: ops.quantized_matmul(x, w, out=out) for w in weights], rounds=5)
         rows.append(row(f"{variant} {how}", f"{format} [{N}, {K}] T = {T}", took, one.nbytes, error=error))
+        print(f"{format} [{N}, {K}] T = {T} {variant} {how}: {took * 1e6:.2f} µs", flush=True)
     return rows
 
 
@@ -149,6 +150,7 @@ def expert_rows() -> list[dict[str, Any]]:
                     [lambda i=i, x=x, s=share, o=out: ops.moe_forward(x, i, s, *stacks, out=o) for i in ids], rounds=5
                 )
             made.append(row(f"{variant} {how}", f"experts T = {T}", took, nbytes, error=error))
+            print(f"experts T = {T} {variant} {how}: {took * 1e6:.2f} µs", flush=True)
     return made
 
 
@@ -156,9 +158,11 @@ def main() -> None:
     reader = parser(__doc__.split("\n", 1)[0])
     reader.add_argument("--only", default="matvec,lanes,experts", help="some of matvec, lanes and experts")
     reader.add_argument("--formats", default=",".join(FORMATS))
+    reader.add_argument("--tokens", default="1,4,16,32", help="of products")
     args = reader.parse_args()
-    asked, formats = args.only.split(","), args.formats.split(",")
+    asked, formats, tokens = args.only.split(","), args.formats.split(","), [int(T) for T in args.tokens.split(",")]
     cases = [case for case in product_cases() if ("matvec" if case[3] == "matvec" else "lanes") in asked]
+    cases = [case for case in cases if case[2] in tokens]
     compile_ahead(product, [(format, *case) for format in formats for case in cases], 15)
     rows = []
     for format in formats:

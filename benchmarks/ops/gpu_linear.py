@@ -8,7 +8,8 @@ Weights of 4 bits in groups of 64 unless the line says otherwise, bfloat16 scale
 Bytes are codes, scales and biases, each once; every call reads another matrix, so that none is in the L2 cache.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ EXPERTS = {  # dim, width of an expert, experts, chosen and shared ones
 
 FORMATS = ("4 bits", "8 bits", "mxfp4", "mxfp8", "nvfp4", *BLOCK_TYPES)
 SHAPES = ((12288, 2048), (2048, 4096), (17408, 5120))  # N, K
-TOKENS = (1, 2, 4, 8, 16, 32)
-EXPERT_TOKENS = (1, 8, 32, 128)
+TOKENS = (1, 4, 8, 16)
+EXPERT_TOKENS = (8, 32)
 FILES = {"4 bits": ("4 bits", "4 bits"), "Q4_K": ("Q4_K", "Q6_K")}  # gate and up, and down: those of a Q4_K_M file
 
 
@@ -84,13 +85,22 @@ def format_row(format: str, N: int, K: int, T: int) -> dict[str, Any]:
     return row(f"quantized_matmul, {format}", f"[{N}, {K}] T = {T}", took, one.nbytes, error=error)
 
 
-def format_rows(formats: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each format, shape and number of tokens, with its share of the bandwidth over that of 4 bits."""
+def beside_affine(calls: Iterable[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows with their share of the bandwidth over that of the first one, 4 bits; printed as they come."""
+    rows: list[dict[str, Any]] = []
+    for call in calls:
+        one = call()
+        rows.append(one | {"of 4 bits": one["TB/s"] / (rows[0] if rows else one)["TB/s"]})
+        print(f"{one['op']} {one['shape']}: {one['us']:.2f} µs, {rows[-1]['of 4 bits']:.2f} of 4 bits", flush=True)
+    return rows
+
+
+def format_rows(formats: Sequence[str], tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each format, shape and number of tokens."""
     rows = []
     for N, K in SHAPES:
-        for T in TOKENS:
-            found = [format_row(format, N, K, T) for format in formats]
-            rows += [one | {"of 4 bits": one["TB/s"] / found[0]["TB/s"]} for one in found]
+        for T in tokens:
+            rows += beside_affine(functools.partial(format_row, format, N, K, T) for format in formats)
     return rows
 
 
@@ -122,11 +132,10 @@ def expert_format_row(name: str, T: int) -> dict[str, Any]:
     return row(f"moe_forward, {name}", f"{QWEN} 8 experts T = {T}", took, nbytes, error=error)
 
 
-def expert_format_rows(formats: Sequence[str]) -> list[dict[str, Any]]:
+def expert_format_rows(formats: Sequence[str], tokens: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
-    for T in EXPERT_TOKENS:
-        found = [expert_format_row(name, T) for name in FILES if name in formats]
-        rows += [one | {"of 4 bits": one["TB/s"] / found[0]["TB/s"]} for one in found]
+    for T in tokens:
+        rows += beside_affine(functools.partial(expert_format_row, name, T) for name in FILES if name in formats)
     return rows
 
 
@@ -175,10 +184,9 @@ def expert_row(model: str, T: int = 1) -> dict[str, Any]:
 def compiled(kind: str, *sizes: Any) -> None:
     """Runs a kernel once: several at a time, before anything is timed."""
     if kind == "format":
-        format, N, K, T = sizes
+        format, N, K, T, dtype = sizes
         x, w = torch.randn(T, K, device="cuda").bfloat16(), weight_of(format, N, K)
-        for dtype in ("float32", None):
-            ops.quantized_matmul(x, w, dtype=dtype)
+        ops.quantized_matmul(x, w, dtype=dtype)
         return
     if kind == "file":
         name, T = sizes
@@ -202,13 +210,17 @@ def compiled(kind: str, *sizes: Any) -> None:
 def main() -> None:
     reader = parser(__doc__.split("\n", 1)[0])
     reader.add_argument("--formats", nargs="?", const=",".join(FORMATS), help="these formats alone, or all of them")
+    reader.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="with --formats: of products")
+    reader.add_argument("--expert-tokens", default=",".join(map(str, EXPERT_TOKENS)), help="with --formats: of experts")
     args = reader.parse_args()
     if args.formats:
         formats = ["4 bits", *(format for format in args.formats.split(",") if format != "4 bits")]
-        sizes = [("format", format, N, K, T) for format in formats for N, K in SHAPES for T in TOKENS]
-        sizes += [("file", name, T) for name in FILES if name in formats for T in EXPERT_TOKENS]
+        tokens, expert_tokens = ([int(T) for T in some.split(",") if T] for some in (args.tokens, args.expert_tokens))
+        calls = [(format, N, K, T) for format in formats for N, K in SHAPES for T in tokens]
+        sizes = [("format", *call, dtype) for dtype in ("float32", None) for call in calls]
+        sizes += [("file", name, T) for name in FILES if name in formats for T in expert_tokens]
         compile_ahead(compiled, sizes, 15)
-        finish("Formats", format_rows(formats) + expert_format_rows(formats), args.json)
+        finish("Formats", format_rows(formats, tokens) + expert_format_rows(formats, expert_tokens), args.json)
         return
     compile_ahead(compiled, [("product", *sizes) for sizes in PRODUCTS] + [("experts", model) for model in EXPERTS], 15)
     rows = [product_row(*sizes) for sizes in PRODUCTS]

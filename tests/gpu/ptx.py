@@ -54,7 +54,7 @@ def _prmt(a: np.ndarray, b: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return made.astype(np.uint32)
 
 
-def run(asm: str, constraints: str, inputs: list[np.ndarray]) -> list[np.ndarray]:
+def run(asm: str, constraints: str, inputs: list[Any]) -> list[np.ndarray]:
     """What the assembly gives for inputs [32] of uint32 or float32, one number for each lane: uint32 or float32."""
     kinds = constraints.split(",")
     outputs = sum("=" in kind for kind in kinds)

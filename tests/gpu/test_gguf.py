@@ -63,63 +63,6 @@ def test_kernels_equal_definitions(kind, rng):
             assert_close(f"{op.name} y", got, want, 4e-6 + 4 * EPS[dtype], size)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
-@pytest.mark.parametrize(("T", "N", "K"), [(3, 37, 768), (11, 70, 256), (19, 17, 1280)])
-def test_lanes_take_blocks(T, N, K, kind, rng):
-    """Rows that end in a tile, more tokens than one tile of them has, few and many steps of K, gate and up."""
-    x, w, up = normal(rng, T, K, dtype="bfloat16"), some(rng, kind, N, K), some(rng, kind, N, K)
-    want = reference(ops.quantized_matmul, x=x, w=w, dtype="float32")
-    got = run(ops.quantized_matmul, variant="lanes", x=x, w=w, dtype="float32")
-    assert_close("y", got, want, 4e-6 if GPU else 1e-6, np.abs(want).max())
-    want = reference(ops.fused_gate_up_swiglu, x=x, gate_w=w, up_w=up).astype(np.float32)
-    got = run(ops.fused_gate_up_swiglu, variant="lanes", x=x, gate_w=w, up_w=up).astype(np.float32)
-    assert_close("h", got, want, 4 * EPS["bfloat16"], np.abs(want).max())
-
-
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
-def test_lanes_take_rows_of_a_weight_in_blocks(kind, rng):
-    """From row 3 on, where planes begin at any of their numbers; blocks that are in no planes are refused."""
-    x, w = normal(rng, 5, 256, dtype="bfloat16"), some(rng, kind, 23, 256)
-    want = reference(ops.quantized_matmul, x=x, w=GgufTensor(w.packed[3:20].copy(), kind), dtype="float32")
-    with penstock.backend("cuda", variant="lanes"):
-        got = ops.quantized_matmul(to_device(x), to_device(w).rows(slice(3, 20)), dtype="float32")
-        assert_close("y", to_host(got), want, 4e-6 if GPU else 1e-6, np.abs(want).max())
-        if not GPU:
-            with pytest.raises(BackendError, match="variant 'lanes': .*GgufTensor"):
-                ops.quantized_matmul(to_device(x), w.to("torch"))
-
-
-def test_lanes_refuse_other_blocks(rng):
-    x = normal(rng, 3, 256, dtype="bfloat16")
-    with pytest.raises(BackendError, match="variant 'lanes': .*GgufPlanes.*expected .* Q4_K, Q5_K or Q6_K"):
-        run(ops.quantized_matmul, variant="lanes", x=x, w=some(rng, "Q3_K", 5, 256))
-
-
-@pytest.mark.parametrize(("first", "last", "stacked"), [("Q4_K", "Q6_K", False), ("Q6_K", "Q5_K", True)])
-def test_lanes_take_experts_in_blocks(first, last, stacked, rng):
-    """Gate and up of one type and down of another, in one stack and in two, in tiles of 8 pairs and of 16, absent ones
-    among them; the shared expert as one more.
-    """
-    E, k, dim, width = 3, 2, 512, 256
-    own = [some(rng, first, width, dim), some(rng, first, width, dim), some(rng, last, dim, width)]
-    both, down = some(rng, first, E, 2 * width, dim), some(rng, last, E, dim, width)
-    halves = [
-        GgufTensor(np.ascontiguousarray(both.packed[:, rows]), first) for rows in (slice(width), slice(width, None))
-    ]
-    gate, up = (both, None) if stacked else halves
-    for T, op in ((5, ops.moe_forward), (27, ops.moe_shared_forward)):
-        ids = np.stack([rng.permutation(5)[:k] for _ in range(T)]).astype(np.int32)
-        ids[-1, 0] = -1
-        call = {"x": normal(rng, T, dim, dtype="bfloat16"), "ids": ids, "weights": rng.random((T, k), np.float32)}
-        call |= {"gate_w": gate, "up_w": up, "down_w": down, "slot_of": i32(2, -2, 0, 1, -2)}
-        if op is ops.moe_shared_forward:
-            call |= {"residual": normal(rng, T, dim), "shared_gate_w": own[0], "shared_up_w": own[1]}
-            call |= {"shared_down_w": own[2], "shared_score": normal(rng, T, dtype="bfloat16")}
-        want = reference(op, **call | {"gate_w": halves[0], "up_w": halves[1]}).astype(np.float32)
-        got = run(op, variant="lanes", **call).astype(np.float32)
-        assert_close(f"{op.name} y", got, want, 4 * EPS["bfloat16"], np.abs(want).max())
-
-
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_planes_are_the_blocks_bit_for_bit(kind, rng):
     """Any bytes, infinite and NaN scales among them: the same weights, and the same blocks on the way back."""

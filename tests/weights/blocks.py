@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import gguf
 import numpy as np
 
 from penstock.quant.gguf_blocks import BLOCK_TYPES, LEVELS
@@ -15,6 +14,8 @@ def pack(array: np.ndarray, type_name: str) -> np.ndarray:
     if type_name in _PACKERS:
         made = _PACKERS[type_name](blocks)
     else:
+        import gguf  # which machines that only run kernels do not have
+
         made = gguf.quants.quantize(blocks, gguf.GGMLQuantizationType[type_name])
     assert made.shape == (len(blocks), known.nbytes)
     return made.reshape(*array.shape[:-1], -1)

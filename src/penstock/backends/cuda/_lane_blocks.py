@@ -57,7 +57,7 @@ def scaled_byte(word, i: tl.constexpr, by, CENTER: tl.constexpr):
 
 @triton.jit
 def four_scales(sub, more, top, p: tl.constexpr):
-    """Scale and bias of the p-th of four groups of Q4_K from their entries of the planes."""
+    """Scale and bias of the p-th of four groups of Q4_K or Q5_K from their entries of the planes."""
     upper = (more | (more << 8)) & 0x00FF00FF
     upper = (upper | (upper << 4)) & 0x0F0F0F0F
     minima = ((sub >> 6) & 0x03030303) | (upper << 2)

@@ -519,18 +519,17 @@ def load_block(starts, back, block, C: tl.constexpr):
                     row = row - back[m]
                 if six(C):
                     words += _load_six(w + row * ROW, b + row * (C.K // 4), C)
-                else:
-                    words += _load_codes(w + row * ROW, C)
-                if six(C):
                     scales += _load(s + row * (C.K // 16), 8, "")
                     biases += _load(starts[weight][3] + at // 2 * 2 + row * (C.K // 128), 2, "")
                 elif four(C):
+                    words += _load_codes(w + row * ROW, C)
                     top = starts[weight][3] + at // 2 * 4
                     scales += _load(s + row * (C.K // 32), 4, "")
                     biases += _load(b + row * (C.K // 64), 2, "") + _load(top + row * (C.K // 64), 4, "")
                     for i in tl.static_range(upper_words(C.BLOCKS, C.P)):
                         biases += _load(starts[weight][4] + at * 16 + row * (C.K // 8) + 4 * i, 4, "")
                 else:
+                    words += _load_codes(w + row * ROW, C)
                     scales += _load(s + row * GROUPS, 2 * C.P, "")
                     biases += _load(b + row * GROUPS, 2 * C.P, "")
     return words, scales, biases
