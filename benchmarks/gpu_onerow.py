@@ -22,7 +22,7 @@ from gpu_evidence import evidence
 
 from penstock import api
 from penstock.analysis.trace import taken_layers
-from penstock.backends.cuda import _chosen, _delta_step, _shared_down, _tuning
+from penstock.backends.cuda import _chosen, _shared_down
 from penstock.backends.cuda._matvec import Config
 from penstock.engine.steps import Run, step_arrays, table_width
 from penstock.graph import Program, fuse_cuda
@@ -57,14 +57,12 @@ class Way:
 
 ROUTER = ("moe_route_forward",)
 APART = (_shared_down, "SHARED_DOWN", ())
-STATE = (_delta_step, "DELTA_STEP", (_tuning.DELTA_STEP[0]._replace(prefetch=True), _tuning.DELTA_STEP[1]))
 WAYS = {
     "the router chooses, down apart": Way(ROUTER, (APART,)),
     "gate and up choose, down apart": Way((), (APART,)),
     "the router chooses": Way(ROUTER),
     "as it is": Way(),
-    "convolution fetches the state": Way((), (STATE,)),
-    "gate and up 8 rows by 4 warps": Way((), ((_chosen, "config", launch_of(8, 4, 1)),)),
+    "gate and up 8 rows by 2 warps of 2 blocks": Way((), ((_chosen, "config", launch_of(8, 2, 2)),)),
 }
 
 
@@ -130,7 +128,7 @@ class Step:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--model", default="qwen3.6-35b-a3b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--depth", type=int, default=100)

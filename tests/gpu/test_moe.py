@@ -8,7 +8,8 @@ import torch
 
 import penstock
 from penstock import ops
-from penstock.backends.cuda import _matvec_experts, _shared_down, _tuning, moe
+from penstock.backends.cuda import _matvec_experts, _route, _shared_down, _tuning
+from penstock.backends.cuda import moe as cuda_moe
 from penstock.backends.cuda._launch import counters
 from penstock.errors import BackendError
 from tests.gpu.common import GPU, reference, run, to_device, to_host
@@ -586,7 +587,7 @@ def test_other_ranks_experts_are_no_experts(variant, shared, own, rng):
 
 
 def test_moe_shared_forward_of_many_pairs_sums_rows_of_half_precision(rng, monkeypatch):
-    monkeypatch.setattr(moe, "_EXACT", 0)
+    monkeypatch.setattr(cuda_moe, "_EXACT", 0)
     call = whole_block(rng, 9, 3, 2, 96, 64, dtype="float16")
     call["residual"] = normal(rng, 9, 64)
     call["ids"][4, 1] = -1
@@ -672,14 +673,14 @@ def routed_block(
 def chosen_inside(monkeypatch) -> list[int]:
     """Gate and up choose for up to 4 tokens; tokens of each launch that did."""
     found: list[int] = []
-    launch = moe.chosen_gate_up
+    launch = cuda_moe.chosen_gate_up
 
     def counted(x: torch.Tensor, *rest: Any) -> None:
         found.append(len(x))
         launch(x, *rest)
 
-    monkeypatch.setattr(moe, "chosen_gate_up", counted)
-    monkeypatch.setattr(moe, "MOE_CHOOSES", 4)
+    monkeypatch.setattr(cuda_moe, "chosen_gate_up", counted)
+    monkeypatch.setattr(cuda_moe, "MOE_CHOOSES", 4)
     return found
 
 
@@ -728,6 +729,27 @@ def test_moe_route_forward_ranks_equal_experts_by_index(first, chosen_inside, rn
     call["w"][:32, 0] = logits
     check_routed_block(call | {"per_expert_scale": None, "eps": 1e-6})
     assert chosen_inside == [1]
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_gate_and_up_that_choose_equal_those_with_ids(nan, rng):
+    """Bit for bit, in rows without a sound choice and of no sequence too, which no later result shows."""
+    T, E, k, N, K = 5, 40, 6, 64, 32
+    block = {name: to_device(w) for name, w in whole_block(rng, T, E, k, N, K).items() if name.endswith("_w")}
+    logits = normal(rng, T, E)
+    logits[1, 7], logits[2, 30], logits[3, 2:30] = np.nan, -np.inf, 4
+    ids, weights = (to_device(np.full((T, k), -7, dtype)) for dtype in ("int32", "float32"))
+    x, seen, active = to_device(normal(rng, T, K)), to_device(logits), to_device(i32(0, 0, 0, 0, -1))
+    got, want = (torch.full((T, k + 1, N), float("nan"), device=x.device) for _ in range(2))
+    routing, chooses = _route.Routing(None, active, ids, weights, 1.0), _route.router(E, k, 0, 0, -1.0, nan)
+    assert chooses is not None
+    common = block["gate_w"], block["up_w"], block["shared_gate_w"], block["shared_up_w"]
+    with penstock.backend("cuda"):
+        cuda_moe.chosen_gate_up(x, *common, seen, routing, chooses, "silu", got)
+        chosen = ops.moe_route(seen, None, k, nan, active)
+        _matvec_experts.mixed_gate_up(x, *common, chosen[0], None, "silu", want)
+    assert torch.equal(ids, chosen[0]) and torch.equal(weights.nan_to_num(9), chosen[1].nan_to_num(9))
+    assert_same_bits("h", to_host(got), to_host(want))
 
 
 def test_moe_route_forward_in_parts_where_it_has_to_be(chosen_inside, rng):

@@ -85,20 +85,28 @@ def _shift(rows, kept_ptr, c, moved, C, W: tl.constexpr):
 
 
 @triton.jit
-def _count_in(counter_ptr, LANES: tl.constexpr, PDL: tl.constexpr):
-    """Add 1 to a counter and give what it was, as the largest of [LANES], one for each thread: nothing waits for that
-    before it is looked at.
-    """
-    if PDL:
-        lane = tl.arange(0, LANES)
-        was = tl.inline_asm_elementwise(
-            "{ .reg .pred first; setp.eq.s32 first, $2, 0; mov.b32 $0, -1; "
-            "@first atom.relaxed.gpu.global.add.s32 $0, [$1], 1; }",
-            "=r,l,r", [counter_ptr + lane * 0, lane], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        was = tl.atomic_add(counter_ptr, 1, sem="relaxed") + tl.zeros((LANES,), tl.int32)
-    return was
+def _convolved_here(x_ptr, kept_ptr, weight_ptr, c, live, C, W: tl.constexpr):
+    """`_convolved` of channels c that all have kept rows, a row and its weights at a time."""
+    total = tl.zeros(c.shape, tl.float32)
+    for j in tl.static_range(W):
+        tap = tl.load(weight_ptr + c * W + j, mask=live, other=0.0).to(tl.float32)
+        if j < W - 1:
+            x = tl.load(kept_ptr + j * C + c, mask=live, other=0.0)
+        else:
+            x = tl.load(x_ptr + c, mask=live, other=0.0)
+        total = tl.fma(x.to(tl.float32), tap, total)
+    return rounded(total / (1.0 + tl.exp(-total)), x_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _shift_here(x_ptr, kept_ptr, c, moved, C, W: tl.constexpr):
+    """`_shift` of rows that are read again: no register holds them meanwhile."""
+    for j in tl.static_range(1, W):
+        if j < W - 1:
+            x = tl.load(kept_ptr + j * C + c, mask=moved, other=0.0)
+        else:
+            x = tl.load(x_ptr + c, mask=moved, other=0.0)
+        tl.store(kept_ptr + (j - 1) * C + c, x.to(kept_ptr.dtype.element_ty), mask=moved)
 
 
 @triton.jit
@@ -122,11 +130,11 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
 # bytes    B * C * (2 + 2 * (W - 1)) * itemsize and the weight
 # limits   a head is at most 16384 wide
 #
-# PDL: weights, kept rows and, where it is given, the state come to the L2 cache before it waits; what it reads of them
-# it reads after that, kept rows from the slot that it saw before unless another one is there by then.
+# PDL: weights and kept rows come to the L2 cache before it waits; what it reads of them it reads after that, all at
+# once: kept rows from the slot that it saw before, and again if another one is there by then.
 @triton.jit(do_not_specialize=["slots"])
 def _mix_kernel(
-    x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, state_ptr, y_ptr, g_ptr, b_ptr,
+    x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, y_ptr, g_ptr, b_ptr,
     slots, depth, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -147,9 +155,6 @@ def _mix_kernel(
         if (seen >= 0) & (seen < slots):
             for j in tl.static_range(W - 1):
                 prefetch_lines(kept_ptr + (seen * depth + j) * C + first, wide, BLOCK)
-            if state_ptr is not None:
-                if head >= 0:
-                    prefetch_lines(state_ptr + (seen * Hv + head) * Dv * Dk, Dv * Dk, BLOCK * BLOCK)
         else:
             seen = row * 0 - 1
         gdc_wait()
@@ -258,7 +263,7 @@ def _step_kernel(
     x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, arrived_ptr, state_ptr,
     z_ptr, norm_ptr, out_ptr, slots, depth, unit_eps, eps,
     Hk: tl.constexpr, Hv: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, W: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, LINE: tl.constexpr, LANES: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, LINE: tl.constexpr,
     LOAD: tl.constexpr, STORE: tl.constexpr, PREFETCH: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -304,13 +309,7 @@ def _step_kernel(
     kept_ptr += slot * depth * C
     i = tl.arange(0, DK)
     c = key * Dk + i
-    q_rows = _rows_of(x_ptr, kept_ptr, c, i < Dk, i < Dk, C, W)
-    k_rows = _rows_of(x_ptr, kept_ptr, Hk * Dk + c, i < Dk, i < Dk, C, W)
-    # As many as there are threads, of which the first have channels: of fewer the compiler would make one in each thread
-    # that needs it.
-    COPIES: tl.constexpr = max(1, LANES // (PARTS * ROWS))
-    row = tl.arange(0, PARTS * ROWS)[None, :] + tl.arange(0, COPIES)[:, None] * (PARTS * ROWS)
-    v_rows = _rows_of(x_ptr, kept_ptr, v_first + row, row < Dv, row < Dv, C, W)
+    last = slot >= 0
     A = tl.load(A_log_ptr + head).to(tl.float32)
     if CHANNELS:
         alpha = tl.load(alpha_ptr + at * Dk + i, mask=i < Dk, other=0.0).to(tl.float32)
@@ -320,13 +319,13 @@ def _step_kernel(
         alpha = tl.load(alpha_ptr + at).to(tl.float32)
         g = decay(alpha, A, tl.load(dt_bias_ptr + head).to(tl.float32))
     b = sigmoid(tl.load(beta_ptr + at).to(tl.float32))
-    q = _convolved(q_rows, _taps_of(weight_ptr, c, i < Dk, W), W)
-    k = _convolved(k_rows, _taps_of(weight_ptr, Hk * Dk + c, i < Dk, W), W)
-    v = tl.sum(_convolved(v_rows, _taps_of(weight_ptr, v_first + row, row < Dv, W), W), axis=0).reshape(PARTS, ROWS)
+    q = _convolved_here(x_ptr, kept_ptr, weight_ptr, c, i < Dk, C, W)
+    k = _convolved_here(x_ptr, kept_ptr, weight_ptr, Hk * Dk + c, i < Dk, C, W)
+    v = _convolved_here(x_ptr, kept_ptr, weight_ptr, v_first + value, value < Dv, C, W)
     q, k = _unit_query(q, Dk, unit_eps, kind), _unit(k, unit_eps, kind)
     if GROUP > 1:  # behind the sums above, for which every thread has what it read: no fence waits for the state
         tl.debug_barrier()
-        was = _count_in(arrived_ptr + slot * Hk + key, LANES, PDL)
+        last = tl.atomic_add(arrived_ptr + slot * Hk + key, 1, sem="relaxed") == GROUP - 1
     kq = tl.sum(k * q, axis=0)
     q, k = tl.reshape(q, (WIDE, LINE))[:, None, :], tl.reshape(k, (WIDE, LINE))[:, None, :]
 
@@ -346,14 +345,13 @@ def _step_kernel(
     y_all *= tl.rsqrt(length / Dv + eps) * _gate(z, ACT) * norm
     tl.store(out_ptr + at * Dv + value, rounded(y_all, kind), mask=value < Dv)
     # Behind the sum above: all rows kept of v have been read.
-    _shift(v_rows, kept_ptr, v_first + row, row < Dv, C, W)
-    moves = i < Dk
-    if GROUP > 1:
-        last = tl.max(was) == GROUP - 1
-        moves = i < tl.where(last, Dk, 0)
-        tl.store(arrived_ptr + slot * Hk + key, 0, mask=last)
-    _shift(q_rows, kept_ptr, c, moves, C, W)
-    _shift(k_rows, kept_ptr, Hk * Dk + c, moves, C, W)
+    row = tl.arange(0, PARTS * ROWS)
+    _shift_here(x_ptr, kept_ptr, v_first + row, row < Dv, C, W)
+    if last:
+        _shift_here(x_ptr, kept_ptr, c, i < Dk, C, W)
+        _shift_here(x_ptr, kept_ptr, Hk * Dk + c, i < Dk, C, W)
+        if GROUP > 1:
+            tl.store(arrived_ptr + slot * Hk + key, 0)
 
 
 # head      `recurrence` of one token behind `mix` and, of its y rounded, out = y * rinv(y) * act(z) * norm
@@ -428,17 +426,15 @@ def takes_steps(Dk: int, Dv: int) -> bool:
 
 
 def mix(
-    qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk: int, Hv: int, Dk: int, Dv: int, state=None
+    qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk: int, Hv: int, Dk: int, Dv: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y [B, C] in qkv's dtype, g like alpha and b [B, Hv], float32; the rows kept in conv_state move on. state: what is
-    read next.
-    """
+    """y [B, C] in qkv's dtype, g like alpha and b [B, Hv], float32; the rows kept in conv_state move on."""
     B = len(qkv)
     y = torch.empty_like(qkv)
     g, b = (qkv.new_empty(like.shape, dtype=torch.float32) for like in (alpha, beta))
     _mix_kernel[(B, 2 * Hk + Hv)](
-        qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, state, y, g, b, *conv_state.shape[:2], Hk, Hv,
-        Dk, Dv, 1e-6, W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), CHANNELS=alpha.ndim == 3,
+        qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, y, g, b, *conv_state.shape[:2], Hk, Hv, Dk,
+        Dv, 1e-6, W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), CHANNELS=alpha.ndim == 3,
         num_warps=1, **pdl_options(),
     )  # fmt: skip
     return y, g, b
@@ -452,8 +448,7 @@ def step(
     B, (S, Hv, Dv, Dk) = len(qkv), state.shape
     choice = _choice(B)
     if choice.launches == 2:
-        ahead = state if choice.prefetch else None
-        y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv, ahead)
+        y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv)
         rows, wide = triton.next_power_of_2(Dv), triton.next_power_of_2(triton.cdiv(Dk, 32))
         _head_kernel[(B, Hv)](
             state, y, g, b, z, norm_weight, slots, out, S, Hk, Hv, Dk, Dv, eps, GROUP=Hv // Hk, ROWS=rows, WIDE=wide,
@@ -468,7 +463,7 @@ def step(
     registers = max(choice.registers, 160) if alpha.ndim == 3 else choice.registers  # decays would spill 176 bytes
     _step_kernel[(B * Hv,)](
         qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, arrived, state, z, norm_weight, out,
-        S, conv_state.shape[1], 1e-6, eps, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, W=conv_weight.shape[1], **tile, LANES=32 * warps,
-        LOAD=load, STORE=store, PREFETCH=choice.prefetch, CHANNELS=alpha.ndim == 3, ACT=act, num_warps=warps,
+        S, conv_state.shape[1], 1e-6, eps, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, W=conv_weight.shape[1], **tile, LOAD=load,
+        STORE=store, PREFETCH=choice.prefetch, CHANNELS=alpha.ndim == 3, ACT=act, num_warps=warps,
         maxnreg=registers, **pdl_options(),
     )  # fmt: skip
