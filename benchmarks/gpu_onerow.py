@@ -3,7 +3,7 @@
     python benchmarks/gpu_onerow.py [--model qwen3.6-35b-a3b] [--layers 8] [--depth 100] [--rounds 15] [--json FILE]
 
 Each way is checked first: from the same caches, the logits of its calls with a wait after each one have to be those of
-its replay, bit for bit, and those of the other ways.
+its replay, bit for bit, and near those of the first way.
 """
 
 import argparse
