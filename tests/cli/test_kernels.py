@@ -167,8 +167,8 @@ def test_trace_for_cuda_needs_no_gpu_and_fuses(capsys, tiny):
 
 
 def test_trace_of_a_batch_joins_projections_where_the_device_does(capsys):
-    for device, joined in (("cuda", True), ("cpu", False)):
-        report = trace(capsys, "--device", device, "--batch", "4")
+    for device, batch, joined in (("cuda", "9", True), ("cpu", "8", True), ("cpu", "9", False)):
+        report = trace(capsys, "--device", device, "--batch", batch)
         before, after = ({node["op"] for node in report[side]["nodes"]} for side in ("before", "after"))
         assert "split_columns" not in before and ("split_columns" in after) == joined
 

@@ -118,7 +118,7 @@ def test_nothing_is_traced_after_the_first_steps(monkeypatch):
         engine.step(runs)
         for sequence in sequences:
             engine.close(sequence)
-    assert len(made) <= 4
+    assert len(made) <= 6  # one token, a few and more, with logits and without
 
 
 def test_arrays_of_a_step_say_whose_each_row_is():

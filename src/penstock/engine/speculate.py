@@ -227,13 +227,17 @@ class StepCosts:
 
     def __call__(self, tokens: int) -> float:
         known = self._seconds
-        if tokens in known or not known:
-            return known.get(tokens, 1.0 + _ROW * (tokens - 1))
+        if not known:
+            return 1.0 + _ROW * (tokens - 1)
+        if tokens in known:  # fewer tokens do not take longer than more
+            return min(seconds for n, seconds in known.items() if n >= tokens)
         below = max((n for n in known if n < tokens), default=None)
         above = min((n for n in known if n > tokens), default=None)
         if below is not None and above is not None:
             share = (tokens - below) / (above - below)
-            return known[below] + share * (known[above] - known[below])
+            return self(below) + share * (self(above) - self(below))
+        if below is not None and below > 1:
+            return known[below] * (1 + _MORE * (tokens - below))
         near = below if below is not None else above
         assert near is not None
         return known[near] * (1 + _ROW * (tokens - 1)) / (1 + _ROW * (near - 1))
@@ -248,6 +252,7 @@ _LATEST = 64  # steps of a size: longer than other programs make all of them slo
 _PACED = 12  # steps by which the pace is known
 _EACH = 8  # of them between two looks at what they take
 _UNCOUNTED, _SETTLED = 2, 5  # of the first ones, and so many that what they took is known well
+_MORE = 0.1  # what a token costs more behind the most that were met, as a share of their step
 _ROW = 0.25  # what a token of a step costs more than none, as a share of a step of one, before any was measured
 
 
