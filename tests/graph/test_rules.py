@@ -38,6 +38,7 @@ FIRES: dict[str, tuple[str, tuple[str, ...], str, int]] = {
     "moe_shared_forward": ("deepseek_v3-v3", ("cuda",), "decode", 1),
     "dense_norm": ("gemma4-moe", ("cuda",), "decode", 1),
     "gated_delta_step": ("qwen3_next", ("cpu", "cuda"), "decode", 2),
+    "convolution_heads": ("qwen3_next", ("cuda",), "prefill", 65),
     "attention_prepare": ("llama-window", ("cuda",), "prefill", 64),
     "mla_prepare": ("deepseek_v3-v3", ("cuda",), "decode", 1),
     "attention_gate": ("qwen3_5", ("cuda",), "decode", 1),
