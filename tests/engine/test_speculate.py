@@ -526,6 +526,18 @@ def test_many_rows_of_several_sequences_wait_for_one_draft(monkeypatch: pytest.M
     assert [done.tokens for done in found] == want and all(done.timings.draft_n for done in found)
 
 
+def test_rows_of_a_verified_run_have_the_bits_of_single_steps_in_bfloat16() -> None:
+    engine = penstock.load(device="cpu", dtype="bfloat16", max_context=512).engine
+    alone, together = engine.open(), engine.open()
+    for sequence in (alone, together):
+        engine.prefill(sequence, some_tokens(21))
+    for count in (2, 3, 5):
+        tokens = np.array(some_tokens(count, count), np.int32)
+        want = np.concatenate([engine.step([Run(alone, tokens[n : n + 1])]) for n in range(count)])  # type: ignore[arg-type]
+        np.testing.assert_array_equal(engine.step([Run(together, tokens, "all", keep=True)]), want)
+        engine.accept(together, count)
+
+
 @pytest.mark.slow
 def test_a_thousand_texts_are_the_same() -> None:
     """Prompts, seeds and temperatures on the demo model, with its head and with n-grams, many at a time."""

@@ -499,8 +499,7 @@ CASES = {
         {"active": np.arange(T, dtype=np.int32) % 2 - 1},
     ),
     "gate_up": Case(gate_up, ["fused_gate_up_swiglu"], {"x": ROWS}),
-    "gate_up adjacent": Case(gate_up_adjacent, ["fused_gate_up_swiglu"], ONE_ROW, devices=CUDA),
-    "gate_up adjacent, on the CPU": Case(gate_up_adjacent, ["quantized_matmul", "swiglu"], ONE_ROW, devices=("cpu",)),
+    "gate_up adjacent": Case(gate_up_adjacent, ["fused_gate_up_swiglu"], ONE_ROW),
     "joined_products": Case(joined_products, ["quantized_matmul", "split_columns", "gelu_tanh"], {"x": ROWS}),
     "joined_products of more rows than the CPU joins": Case(
         joined_products, [*["quantized_matmul"] * 3, "gelu_tanh"], {"x": NINE_ROWS}, devices=("cpu",)
