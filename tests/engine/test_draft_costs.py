@@ -53,7 +53,7 @@ def test_speculator_takes_drafts_where_they_pay(token, draft, accepted, least):
 
 def test_costs_of_sizes_stay_comparable_where_all_steps_become_slower():
     """Other programs come and go between a size's steps and another's."""
-    costs = StepCosts()
+    costs = StepCosts(shared=True)
     for _ in range(100):
         costs.record(1, 1.0)
     for _ in range(10):

@@ -40,40 +40,45 @@ class DraftGate:
         if any(one.fixed for one in answers):
             return most
         costs = self._costs_of(len(answers))
-        best = self._best(answers, costs, most) if costs.known(1) else 0
+        best, nearest = self._best(answers, costs, most) if costs.known(1) else (0, 1)
         if best:
             self._plain, self._every, self._trying = 0, PROBE * _TRY, 0
             return best
         if self._trying:
             self._trying -= 1
-            return 1
+            return nearest
         self._plain += 1
         if self._plain >= self._every:
             self._plain, self._every, self._trying = 0, min(2 * self._every, _RARELY), _TRY
         return 0
 
-    def _best(self, answers: Sequence[Speculation], costs: StepCosts, most: int) -> int:
+    def _best(self, answers: Sequence[Speculation], costs: StepCosts, most: int) -> tuple[int, int]:
+        """How many drafts make tokens come soonest, 0 if none do; and which number of them comes nearest to it."""
         sizes = [size for size in DRAFTED if size <= most]
         if self._measured(_size(len(answers))):  # others would be captured while requests wait
             sizes = [size for size in sizes if costs.known(1 + size)]
         if not sizes:
-            return 0
+            return 0, 1
         gains = [0.0] * sizes[-1]
         for one in answers:
             for place, chance in enumerate(one.acceptance.chances(one.kind, sizes[-1])):
                 gains[place] += chance
         best, rate = 0, (_STAY if self._drafts else _BEGIN) * len(answers) / costs(1)
         least = costs(1)  # what a step of more drafts takes at the least
+        nearest, near = 1, 0.0
         for size in sizes:
             tokens = len(answers) + sum(gains[:size])
             if not costs.settled(1 + size):
                 if tokens / least > rate:  # it may pay: it is taken until what it takes is known
-                    return size
+                    return size, size
                 continue
             least = max(least, costs(1 + size))
-            if tokens / costs(1 + size) > rate:
-                best, rate = size, tokens / costs(1 + size)
-        return best
+            found = tokens / costs(1 + size)
+            if found > rate:
+                best, rate = size, found
+            if found > near:
+                nearest, near = size, found
+        return best, nearest
 
     def record(self, answers: int, drafts: int, seconds: float) -> None:
         """A step of answers alone, with so many drafts of each, took so long."""

@@ -141,7 +141,8 @@ class Scheduler:
         self._admission = Admission(engine, self.memory, self._prefix)
         self._execution = Execution(engine)
         self._most_rows = most_rows(engine)
-        self._speculator = Speculator(compile_progress.clock if engine.device.samples_tokens else time.thread_time)
+        ahead = engine.device.samples_tokens
+        self._speculator = Speculator(compile_progress.clock if ahead else time.thread_time, shared=not ahead)
         self._gate = DraftGate(self._execution.draft_seconds)
         self._record = llm.add_timings if record is None else record
 

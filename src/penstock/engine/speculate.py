@@ -138,7 +138,7 @@ class RecentAnswers:
 Group: TypeAlias = str
 """Where drafts come from: they are accepted about as often as each other."""
 
-_EXPECTED: dict[Group, float] = {"ngram 2": 0.3, "ngram 4": 0.6, "ngram 8": 0.85, "mtp": 0.7, "draft": 0.6}
+_EXPECTED: dict[Group, float] = {"ngram 2": 0.3, "ngram 4": 0.6, "ngram 8": 0.85, "mtp": 0.8, "draft": 0.6}
 
 
 class Acceptance:
@@ -189,12 +189,15 @@ class Acceptance:
 class StepCosts:
     """Seconds of steps of answers by their tokens: the lower quartile of the latest, between them straight lines.
 
-    Not their mean: what interrupts steps falls on few of them, and on those of one size by chance. Other programs make
-    all steps slower for a while, and sizes are met at different times: seconds count divided by the pace, which is what
-    the last few steps of any size took as a factor of what is known of theirs.
+    Not their mean: what interrupts steps falls on few of them, and on those of one size by chance.
+
+    shared: with other programs, as a CPU is. They make all steps slower for a while, and sizes are met at different
+    times: seconds count divided by the pace, which is what the last few steps of any size took as a factor of what is
+    known of theirs. Where nothing else runs that would mix up sizes that are met often with those that are not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: bool = False) -> None:
+        self.shared = shared
         self.pace = 1.0
         self._factors: deque[float] = deque([1.0], maxlen=_PACED)
         self._latest: dict[int, deque[float]] = {}
@@ -206,17 +209,22 @@ class StepCosts:
         self._met[tokens] += 1
         if self._met[tokens] <= _UNCOUNTED:
             return
-        latest = self._latest.setdefault(tokens, deque(maxlen=_LATEST))
+        latest = self._latest.setdefault(tokens, deque(maxlen=_LATEST_SHARED if self.shared else _LATEST))
         latest.append(seconds / self.pace)
-        if len(latest) < _EACH or self._met[tokens] % _EACH == 0:
+        if not self.shared or len(latest) < _EACH or self._met[tokens] % _EACH == 0:
             self._seconds[tokens] = lower_quartile(latest)
-        self._factors.append(seconds / self._seconds[tokens])
-        self.pace = lower_quartile(self._factors)
+        if self.shared:
+            self._factors.append(seconds / self._seconds[tokens])
+            self.pace = lower_quartile(self._factors)
 
     def expect(self, tokens: int, seconds: float) -> None:
-        """A step of a size that was not met yet takes about so long."""
+        """A step of a size that was not met yet takes about so long: as if a few had, so that the first one, which may
+        have had to wait for others to end, does not stand for all.
+        """
         self._met[tokens] += _SETTLED
-        self._seconds.setdefault(tokens, seconds)
+        latest = self._latest.setdefault(tokens, deque(maxlen=_LATEST_SHARED if self.shared else _LATEST))
+        latest.extend([seconds] * _SETTLED)
+        self._seconds[tokens] = lower_quartile(latest)
 
     def known(self, tokens: int) -> bool:
         return tokens in self._seconds
@@ -229,14 +237,14 @@ class StepCosts:
         known = self._seconds
         if not known:
             return 1.0 + _ROW * (tokens - 1)
-        if tokens in known:  # fewer tokens do not take longer than more
-            return min(seconds for n, seconds in known.items() if n >= tokens)
+        if tokens in known:  # on a shared processor fewer tokens may seem to take longer than more
+            return min(seconds for n, seconds in known.items() if n >= tokens) if self.shared else known[tokens]
         below = max((n for n in known if n < tokens), default=None)
         above = min((n for n in known if n > tokens), default=None)
         if below is not None and above is not None:
             share = (tokens - below) / (above - below)
             return self(below) + share * (self(above) - self(below))
-        if below is not None and below > 1:
+        if self.shared and below is not None and below > 1:
             return known[below] * (1 + _MORE * (tokens - below))
         near = below if below is not None else above
         assert near is not None
@@ -248,7 +256,7 @@ def lower_quartile(values: Iterable[float]) -> float:
     return ordered[(len(ordered) - 1) // 4]
 
 
-_LATEST = 64  # steps of a size: longer than other programs make all of them slower
+_LATEST, _LATEST_SHARED = 16, 64  # steps of a size: more than other programs make slower at a time
 _PACED = 12  # steps by which the pace is known
 _EACH = 8  # of them between two looks at what they take
 _UNCOUNTED, _SETTLED = 2, 5  # of the first ones, and so many that what they took is known well
@@ -371,17 +379,18 @@ class Speculator:
     """What all requests of a scheduler have in common: recent answers, how drafts fare, and what steps take.
 
     clock: of seconds that drafting takes, the same as of steps. Where this thread computes it is that of the thread:
-    other programs on the processor make steps of one size longer than those of another by chance.
+    other programs on the processor make steps of one size longer than those of another by chance. shared: see
+    `StepCosts`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.thread_time, shared: bool = True) -> None:
         self._clock = clock
         self.recent = RecentAnswers()
         self.acceptance = Acceptance()
-        self.costs = StepCosts()
+        self.costs = StepCosts(shared)
         self.seconds_each = 0.0  # of a model, for one draft of all answers: the lower quartile of the latest
         self.drafting = 0.0  # seconds of the drafts of this step, which are no part of what it takes
-        self._each: deque[float] = deque(maxlen=_LATEST)
+        self._each: deque[float] = deque(maxlen=_LATEST_SHARED if shared else _LATEST)
         self._timed = False  # its programs have been made
         self._same = 0  # steps since it last took drafts, or took none, as a try
         self._every = PROBE  # steps to the next try
