@@ -195,7 +195,7 @@ CALLS = (
     Call("quantized_embedding", lambda: ops.quantized_embedding(ints(3), blocks("Q6_K", 64, 256), "bfloat16")),
     Call("dequantize", lambda: ops.dequantize(blocks("Q6_K", 64, 256))),
     Call("fused_gate_up_swiglu", lanes_gate_up, ((8, 12352), (16, 12352), (8, 1024), (16, 1024), (16, 1024, 8))),
-    Call("moe_shared_forward", lanes_experts, ((8, 2048, 512), (64, 2048, 512, 2), (64, 2816, 704))),
+    Call("moe_shared_forward", lanes_experts, ((8, 2048, 512), (16, 2048, 512), (64, 2048, 512, 2), (64, 2816, 704))),
     Call("moe_forward", experts, ((12,), (64,), (160,), (300,), (300, 8), (160, 3), (300, 6))),
     Call("moe_biased_forward", biased_experts, ((1, 2880, 2880), (8, 2880, 2880), (300, 2880, 2880))),
     Call("attention_paged", sinks, ((1,), (8,))),
