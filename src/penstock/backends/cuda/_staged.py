@@ -133,7 +133,7 @@ def _ring(thread, R: tl.constexpr):
     """The address of the ring for each thread; its barriers are ready."""
     ring = thread * 0
     if not WIDENED:
-        ring = tl.inline_asm_elementwise(_ring_asm(R.BYTES), "=r,r", [ring], dtype=tl.int32, is_pure=False, pack=1)
+        ring = tl.inline_asm_elementwise(_ring_asm(R.BYTES), "=&r,r", [ring], dtype=tl.int32, is_pure=False, pack=1)
         first = (thread < 2).to(tl.int32)
         at = ring + R.BARRIERS + 8 * (thread % 2)
         tl.inline_asm_elementwise(_BARRIER_ASM, "=r,r,r", [at, first], dtype=tl.int32, is_pure=False, pack=1)
