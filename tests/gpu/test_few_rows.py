@@ -1,5 +1,6 @@
 """Products of a few rows by lanes of a warp on CUDA: rows of one weight, and pairs of tokens and experts in tiles."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -256,24 +257,23 @@ def test_tile_rows_follow_the_pairs_of_an_expert():
     assert [tile_rows(pairs, 10) for pairs in (0, 100, 101, 4000)] == [8, 8, 16, 16]
 
 
-@pytest.mark.parametrize("factors", ["none", "weights", "score", "ones"])
-@pytest.mark.parametrize(("rows", "bits", "gs"), [(8, 4, 64), (16, 8, 32), (16, 2, 128)][: 3 if GPU else 2])
-def test_expert_products_multiply_each_pair_by_its_expert(factors, rows, bits, gs, rng, monkeypatch):
+def check_pairs(
+    products: Callable[..., None], rng: Any, factors: str, N: int, K: int, rows: int = 8, **form: Any
+) -> None:  # fmt: skip
     """A row of its own for each pair; rows of pairs without an expert, and their weights, are NaN and give 0."""
-    S, N, K, shared = 3, 17, {64: 4, 32: 2, 128: 3}[gs] * gs, factors in ("score", "ones")  # in pairs of groups, or not
+    S, shared = 3, factors in ("score", "ones")
     k = 2 if shared else 1
     ids = chosen(rng, {0: rows, 1: rows + 1, -1: 3} if factors == "weights" else {1: 6, 0: 2, -1: 1}, 1)
     T = len(ids)
-    monkeypatch.setattr(_few_rows, "FEW_TILES", ((T, rows),))
     tiles = expert_tiles(to_device(ids), S, None, T, shared)
     assert tiles.rows == rows
-    stack, own = quantized(rng, S, N, K, bits=bits, group_size=gs), quantized(rng, N, K, bits=bits, group_size=gs)
+    stack, own = quantized(rng, S, N, K, **form), quantized(rng, N, K, **form)
     x = normal(rng, T * k, K, dtype="bfloat16")
     x.reshape(T, k, K)[ids[:, 0] < 0, 0] = np.nan
     weights = np.where(ids < 0, np.float32(np.nan), normal(rng, T, 1))
     score = normal(rng, T, dtype="bfloat16") if factors == "score" else None
     out, around = within_nan(T * k, N, torch.float32)
-    expert_products(
+    products(
         to_device(x), to_device(stack), None, tiles, 1, None, out, to_device(own) if shared else None, None,
         None if factors == "none" else to_device(weights), to_device(score),
     )  # fmt: skip
@@ -291,19 +291,19 @@ def test_expert_products_multiply_each_pair_by_its_expert(factors, rows, bits, g
     assert around.isnan().all()
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_expert_products_of_gate_and_up(stacked, act, rng):
-    """The pairs of a token share its row; N is no multiple of what a program has."""
-    S, N, K, k = 3, 21, 128, 3
+def check_gate_and_up(
+    products: Callable[..., None], rng: Any, N: int, K: int, stacked: bool, act: str, **form: Any
+) -> None:  # fmt: skip
+    """The pairs of a token share its row; an expert has several tiles."""
+    S, k = 3, 3
     ids = chosen(rng, {0: 4, 1: 9, 2: 1, -1: 1}, k)
     x = normal(rng, len(ids), K, dtype="bfloat16")
-    both = quantized(rng, S, 2 * N, K)
+    both = quantized(rng, S, 2 * N, K, **form)
     separate = [both.with_arrays(*(a[:, r].copy() for a in both.arrays)) for r in (slice(0, N), slice(N, None))]
     gate, up = (to_device(both), None) if stacked else map(to_device, separate)
     out, around = within_nan(ids.size, N, torch.bfloat16)
-    tiles = expert_tiles(to_device(ids), S, None, S, False)
-    expert_products(to_device(x), gate, up, tiles, k, act, out)
+    tiles = expert_tiles(to_device(ids), S, None, ids.size, False)
+    products(to_device(x), gate, up, tiles, k, act, out)
     op = ops.fused_gate_up_swiglu if act == "silu" else ops.fused_gate_up_geglu
     for pair, e in enumerate(ids.reshape(-1)):
         row = to_host(out[pair : pair + 1])
@@ -313,6 +313,21 @@ def test_expert_products_of_gate_and_up(stacked, act, rng):
             one = {"x": x[pair // k : pair // k + 1], "gate_w": separate[0][e], "up_w": separate[1][e]}
             close(row, reference(op, **one))
     assert around.isnan().all()
+
+
+@pytest.mark.parametrize("factors", ["none", "weights", "score", "ones"])
+@pytest.mark.parametrize(("rows", "bits", "gs"), [(8, 4, 64), (16, 8, 32), (16, 2, 128)][: 3 if GPU else 2])
+def test_expert_products_multiply_each_pair_by_its_expert(factors, rows, bits, gs, rng, monkeypatch):
+    """K in pairs of groups, or not."""
+    monkeypatch.setattr(_few_rows, "FEW_TILES", ((float("inf"), rows),))
+    check_pairs(expert_products, rng, factors, 17, {64: 4, 32: 2, 128: 3}[gs] * gs, rows, bits=bits, group_size=gs)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_expert_products_of_gate_and_up(stacked, act, rng):
+    """N is no multiple of what a program has."""
+    check_gate_and_up(expert_products, rng, 21, 128, stacked, act)
 
 
 # -- blocks of experts -----------------------------------------------------------------------------------------------
