@@ -209,7 +209,7 @@ class StepCosts:
         self._met[tokens] += 1
         if self._met[tokens] <= _UNCOUNTED:
             return
-        latest = self._latest.setdefault(tokens, deque(maxlen=_LATEST_SHARED if self.shared else _LATEST))
+        latest = self._latest_of(tokens)
         latest.append(seconds / self.pace)
         if not self.shared or len(latest) < _EACH or self._met[tokens] % _EACH == 0:
             self._seconds[tokens] = lower_quartile(latest)
@@ -222,9 +222,12 @@ class StepCosts:
         have had to wait for others to end, does not stand for all.
         """
         self._met[tokens] += _SETTLED
-        latest = self._latest.setdefault(tokens, deque(maxlen=_LATEST_SHARED if self.shared else _LATEST))
+        latest = self._latest_of(tokens)
         latest.extend([seconds] * _SETTLED)
         self._seconds[tokens] = lower_quartile(latest)
+
+    def _latest_of(self, tokens: int) -> deque[float]:
+        return self._latest.setdefault(tokens, deque(maxlen=_LATEST_SHARED if self.shared else _LATEST))
 
     def known(self, tokens: int) -> bool:
         return tokens in self._seconds

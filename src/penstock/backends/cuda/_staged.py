@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._codes import factor_of
-from penstock.backends.cuda._few_rows import Tiles
+from penstock.backends.cuda._few_rows import Tiles, _Arrays, _clear, _either, _end, _store
 from penstock.backends.cuda._lanes import (
     MAGIC,
     Constants,
@@ -44,7 +43,6 @@ from penstock.backends.cuda._launch import (
     pdl_options,
 )
 from penstock.backends.cuda._matvec import NO_WEIGHT
-from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import (
     STAGED_NUMBERS,
     STAGED_PROGRAMS,
@@ -286,22 +284,15 @@ def _sum_of_parts(ring, which, total, thread, C: tl.constexpr, R: tl.constexpr):
 
 # -- the kernel ------------------------------------------------------------------------------------------------------
 
-_Arrays = namedtuple("_Arrays", "w up common common_up x order tiles weights score y")
-
-
 @triton.jit
 def _source(a, this, other, item, matrix, stack, R: tl.constexpr):
     """Addresses of the codes, scales and biases of an item's rows in a weight."""
     ACROSS: tl.constexpr = R.N // R.ROWS
     slot = tl.load(a.tiles + item // ACROSS, cache_modifier=".cg")
     row = item % ACROSS * R.ROWS + tl.where(slot < stack, slot, 0).to(tl.int64) * matrix
-    codes, scales, biases = this[0].to(tl.int64), this[1].to(tl.int64), this[2].to(tl.int64)
-    if other[0] is not None:
-        shared = slot == stack
-        codes = tl.where(shared, other[0].to(tl.int64), codes)
-        scales = tl.where(shared, other[1].to(tl.int64), scales)
-        biases = tl.where(shared, other[2].to(tl.int64), biases)
-    return codes + row * R.CODES, scales + row * R.SCALES, biases + row * R.SCALES
+    codes, scales, biases = _either(this, other, slot == stack)
+    at = row * R.SCALES
+    return codes.to(tl.int64) + row * R.CODES, scales.to(tl.int64) + at, biases.to(tl.int64) + at
 
 
 @triton.jit
@@ -319,33 +310,6 @@ def _x_of(a, start, end, pairs_per_x, lanes, C: tl.constexpr):
     for g in tl.static_range(GROUPS):
         sums += _sums(xs[g * PARTS : (g + 1) * PARTS], lane_pairs(C.BITS, C.GS), warps(C))
     return xs, sums
-
-
-@triton.jit
-def _row_of(a, place, end, C: tl.constexpr):
-    """Which row of y the pair at each place has, whether there is one, and what it is multiplied by."""
-    there, factor = place < end, 1.0
-    pair = tl.load(a.order + place, mask=there, other=0, cache_modifier=".cg")
-    if a.weights is not None:
-        factor = factor_of(a.weights, a.score, pair, there, C.SHARED_EVERY)
-    return pair, there, factor
-
-
-@triton.jit
-def _store(a, y, n, at, N):
-    pair, there, factor = at
-    if a.weights is not None:
-        y *= factor
-    tl.store(a.y + pair.to(tl.int64) * N + n, rounded(y, a.y.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _clear(a, first, pairs, N, thread, C: tl.constexpr):
-    """y = 0 of the pairs at places first … pairs - 1, which have no expert; a program has some of them."""
-    for place in range(first + tl.program_id(0), pairs, tl.num_programs(0)):
-        to = a.y + tl.load(a.order + place, cache_modifier=".cg").to(tl.int64) * N
-        for start in range(0, N, warps(C)):
-            tl.store(to + start + thread, tl.zeros([warps(C)], a.y.dtype.element_ty), mask=start + thread < N)
 
 
 # staged    y[q] = W[e] . x[q // pairs_per_x] for the pairs q of a tile, with ACT act(W[e] . x) * (U[e] . x), times its
@@ -390,10 +354,10 @@ def _staged_kernel(
         ends = ()
         if C.S == 1:
             for i in tl.static_range(2):
-                ends += (_row_of(a, start + 2 * q + i, end, C),)
+                ends += (_end(a, start + 2 * q + i, end, C),)
         else:
             for i in tl.static_range(4 // C.S):
-                ends += (_row_of(a, start + thread % (32 * C.S) // 16 + i * 2 * C.S, end, C),)
+                ends += (_end(a, start + thread % (32 * C.S) // 16 + i * 2 * C.S, end, C),)
         for now in range(item, last):
             turn = now - begin
             stage, parity = (turn % 2, turn // 2 % 2) if C.ACT is None else (turn * 0, turn % 2)
@@ -427,12 +391,12 @@ def _staged_kernel(
             first = now % across * R.ROWS + v * 16
             if C.S == 1:
                 for i in tl.static_range(4):
-                    _store(a, total[i], first + _place(i // 2 * 8 + r), ends[i % 2], N)
+                    _store(a, total[i], first + _place(i // 2 * 8 + r), ends[i % 2], N, C)
             else:
                 for i in tl.static_range(4 // C.S):
-                    _store(a, total[i], first + _place(thread % 16), ends[i], N)
+                    _store(a, total[i], first + _place(thread % 16), ends[i], N, C)
         item = last
-    _clear(a, tl.load(a.tiles + 3 * NT + 1, cache_modifier=".cg"), P, N, thread, C)
+    _clear(a, tl.load(a.tiles + 3 * NT + 1, cache_modifier=".cg"), P, N, C)
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -479,12 +443,12 @@ def staged_products(
     assert shape is not None and tiles.rows == 8
     parts, across, R = shape
     every = tiles.every if tiles.shared else 0
-    fixed = (1, 1, parts, across, K // w.group_size // parts, 1, act, True, False, False, every, False)
+    fixed = (1, 1, parts, across, K // w.group_size // parts, 1, act, True, False, True, every, None)
     C = Constants(K, w.bits, w.group_size, *fixed)
     ups, *shared = (NO_WEIGHT if one is None else one.arrays for one in (up, common, common_up))
     if act is not None and up is None:
         ups = tuple(part[:, N:] for part in w.arrays)
-    a = _Arrays(w.arrays, ups, *shared, x, tiles.order, tiles.tiles, weights, score, out)
+    a = _Arrays(w.arrays, ups, *shared, x, None, tiles.order, tiles.tiles, weights, score, out)
     P, NT = tiles.order.numel(), (tiles.tiles.numel() - 2) // 3
     programs = 3 if INTERPRETED else STAGED_PROGRAMS * multiprocessors(x)
     _staged_kernel[(min(NT * (N // R.ROWS), programs),)](
