@@ -183,30 +183,36 @@ def test_lanes_refuse_what_they_cannot_read(rng):
 
 
 @pytest.mark.parametrize(
-    ("T", "N", "dtype", "taken"),
+    ("T", "N", "dtype", "way"),
     [
-        (1, 64, "bfloat16", False),
-        (2, 64, "bfloat16", True),
-        (16, 4104, "bfloat16", True),
-        (17, 4104, "bfloat16", False),
-        (32, 4096, "bfloat16", True),
-        (33, 4096, "bfloat16", False),
-        (33, 1024, "float32", True),
-        (33, 1032, "float32", True),
-        (257, 1032, "float32", False),
+        (1, 64, "bfloat16", "matvec"),
+        (2, 64, "bfloat16", "lanes"),
+        (16, 4104, "bfloat16", "lanes"),
+        (17, 4104, "bfloat16", "tiles"),
+        (65, 4104, "bfloat16", "exact"),
+        (193, 4104, "bfloat16", "tiles"),
+        (32, 4096, "bfloat16", "lanes"),
+        (33, 4096, "bfloat16", "tiles"),
+        (65, 4096, "bfloat16", "tiles"),
+        (33, 1024, "float32", "lanes"),
+        (1024, 9, "float32", "exact"),
+        (16, 1032, "float32", "lanes"),
+        (17, 1032, "float32", "exact"),
+        (257, 1032, "float32", "exact"),
     ],
 )
-def test_lanes_are_chosen_by_rows_and_results(T, N, dtype, taken, rng, monkeypatch):
-    """And not at all for rows whose bits may not depend on their number."""
+def test_products_go_ways_by_rows_and_results(T, N, dtype, way, rng, monkeypatch):
+    """And by tiles or the matvec alone for rows whose bits may not depend on their number."""
     asked = []
     monkeypatch.setattr(linear, "few_rows", lambda *_: asked.append("lanes"))
+    monkeypatch.setattr(linear, "exact_product", lambda *_: asked.append("exact"))
     monkeypatch.setattr(linear, "matvec", lambda *_, **__: asked.append("matvec"))
     monkeypatch.setattr("penstock.backends.cuda._gemm.quantized_gemm", lambda *_: asked.append("tiles"))
     x, w = normal(rng, T, 32, dtype="bfloat16"), quantized(rng, N, 32)
     run(ops.quantized_matmul, x=x, w=w, dtype=dtype)
     with penstock.backend("cuda", deterministic=True):
         ops.quantized_matmul(to_device(x), to_device(w), dtype=dtype)
-    assert [way == "lanes" for way in asked] == [taken, False]
+    assert asked[0] == way and asked[1] in ("matvec", "tiles") and len(asked) == 2
 
 
 # -- tiles of pairs --------------------------------------------------------------------------------------------------

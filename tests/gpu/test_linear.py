@@ -27,22 +27,49 @@ def close(got, want, dtype="float32"):
     assert_close("y", got, want, REL[dtype], max(np.abs(want.astype(np.float64)).max(initial=0), 1e-3))
 
 
-# -- scores of many rows ---------------------------------------------------------------------------------------------
+# -- many rows, codes that are not rounded ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("T", "N", "gs"), [(70, 33, 64), (17, 40, 32), (1, 1, 128)])
-def test_scores_of_codes_in_bytes_are_not_rounded(T, N, gs, dtype, rng, monkeypatch):
-    monkeypatch.setattr(_exact, "EXACT_TILES", (1, 1024, 32, 64, 4, 3))
-    x, w = normal(rng, T, 3 * gs, dtype=dtype), quantized(rng, N, 3 * gs, bits=8, group_size=gs, dtype=dtype)
-    made = to_device(x), to_device(w)
-    got = torch.full((T, N), torch.nan, device=DEVICE)
-    assert _exact.takes_exactly(*made, got)
-    _exact.exact_product(*made, got)
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize(
+    ("bits", "gs", "dtype", "T", "N", "groups", "programs"),
+    [
+        (4, 64, "bfloat16", 70, 33, 3, 1),
+        (8, 64, "bfloat16", 17, 140, 5, 8),
+        (8, 32, "float16", 5, 130, 4, 8),
+        (4, 32, "bfloat16", 33, 70, 6, 8),
+        (2, 64, "float16", 3, 65, 5, 1),
+        (4, 128, "bfloat16", 1, 1, 1, 1),
+    ],
+)
+def test_exact_product_does_not_round_weights(
+    bits, gs, dtype, T, N, groups, programs, residual, rng, monkeypatch
+):  # fmt: skip
+    """Of any number of groups, which several programs share where there are few tiles."""
+    monkeypatch.setattr(_exact, "EXACT_PROGRAMS", programs * multiprocessors(to_device(np.zeros(1, "float32"))))
+    _exact._launch.cache_clear()
+    x, w = (
+        normal(rng, T, groups * gs, dtype=dtype),
+        quantized(rng, N, groups * gs, bits=bits, group_size=gs, dtype=dtype),
+    )
     want = reference(ops.quantized_matmul, x=x, w=w, dtype="float32")
-    close(got.cpu().numpy(), want)
-    with penstock.backend("cuda"):
-        assert torch.equal(ops.quantized_matmul(*made, dtype="float32"), got)  # which goes this way
+    more = normal(rng, T, N) if residual else None
+    got = torch.full((T, N), torch.nan, device=DEVICE) if more is None else to_device(more.copy())
+    assert _exact.takes_codes(to_device(x), to_device(w))
+    _exact.exact_product(to_device(x), to_device(w), got, None if more is None else got)
+    close(got.cpu().numpy(), want if more is None else want + more)
+    _exact._launch.cache_clear()
+
+
+def test_exact_product_keeps_rows_apart(rng):
+    """A row that is not a number stays alone, and so does the last one of a tile."""
+    x, w = normal(rng, 19, 192, dtype="bfloat16"), quantized(rng, 70, 192, group_size=64)
+    x[7] = np.nan
+    got = torch.full((19, 70), torch.nan, device=DEVICE)
+    _exact.exact_product(to_device(x), to_device(w), got)
+    others = np.arange(19) != 7
+    close(got.cpu().numpy()[others], reference(ops.quantized_matmul, x=x[others], w=w, dtype="float32"))
+    assert bool(got[7].isnan().all())
 
 
 # -- matvec ----------------------------------------------------------------------------------------------------------

@@ -87,6 +87,20 @@ class FewGroups(NamedTuple):
     registers: int | None = None
 
 
+class ExactTiles(NamedTuple):
+    """A row of EXACT_TILES: up to which tokens and from which rows for each multiprocessor; tokens and rows of a tile,
+    groups at a time, warps, stages.
+    """
+
+    tokens: int
+    rows: int
+    BM: int
+    BN: int
+    groups: int
+    warps: int
+    stages: int
+
+
 class DeltaStep(NamedTuple):
     """A row of DELTA_STEP."""
 
@@ -240,9 +254,21 @@ FEW_WORDS = 8  # of a row that a lane loads for the groups of one block of scale
 FEW_MOST = 16  # rows up to which lanes take a product; up to twice as many of a weight with so few rows
 FEW_NARROW = 4096
 FEW_EXACT = (1024, 256)  # float32 results: rows of a weight for any number of tokens, and tokens for any weight
-# Float32 results of codes in bytes by tiles: tokens from which, rows of a weight up to which, BM, BN, warps, stages.
-# [256, 2048] at 4096 tokens 46 → 30 µs; at 512 lanes take 11.
-EXACT_TILES = (1024, 1024, 64, 128, 4, 3)
+# Products of many rows whose groups are scaled behind tensor cores, the first row that fits. In µs on an H200 with 4
+# bits, float32 results of [248320, 2048] at 32, 64, 128, 256 and 512 rows 136, 194, 351, 687 and 1374 (lanes 209, 374,
+# 723 and 1390, tiles of float32 9473 at 512). Weights that may be rounded, in a step of 8 layers and the head of
+# Qwen3.6-35B-A3B: [12352, 2048] at 128 rows 3071 → 3033 (tiles of 128 3139); at 32, 64 and 256 no gain.
+EXACT_TILES = (
+    ExactTiles(32, 0, 32, 64, 2, 4, 3),
+    ExactTiles(64, 0, 64, 64, 1, 4, 4),
+    ExactTiles(_ANY, 512, 128, 64, 1, 4, 4),
+    ExactTiles(_ANY, 0, 64, 64, 1, 4, 4),
+)
+EXACT_PROGRAMS = 3  # for each multiprocessor up to which K is shared
+# Rows from which weights that may not be rounded go this way, by rows of a weight; of rounded ones fewest and most, and
+# rows of a weight at least.
+EXACT_NARROW = ((1024, 1024), (_ANY, 17))
+EXACT_ROUNDED = (65, 192, 4097)
 # Experts by pairs of a tile. 256 experts of [512, 2048], gate and up, and down in µs: 32 tokens 62 and 34 (tiles of
 # `GROUPED` 84 and 44), 128 tokens 97 and 58, 256 tokens 127 and 81 (tiles of 16: 132 and 81). Gate and up with 2 tiles:
 # 62 at 32 tokens, 101 at 128, 138 at 256. In a step of 8 layers down with 2 tiles instead of 4: 765 µs instead of 787

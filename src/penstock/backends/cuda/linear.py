@@ -114,9 +114,9 @@ def product(
     x, out = flat_rows(x), flat_rows(out)
     residual = None if residual is None else flat_rows(residual)
     exact = out.dtype is torch.float32 and x.dtype is not out.dtype and not half
-    alone = variant is None and residual is None and bias is None
-    if exact and alone and not deterministic() and takes_exactly(x, w, out):
-        exact_product(x, w, out)
+    alone = variant is None and bias is None and not deterministic()
+    if alone and takes_exactly(x, w, out, exact):
+        exact_product(x, w, out, residual)
         return
     lanes = _by_lanes(x, (w,), variant, exact)
     if not lanes and _few(x, variant, _exact(x.dtype, w, out) and not half):
