@@ -31,7 +31,9 @@ shard() { # NAME COMMAND…: the command once per shard, side by side; prints th
   wait
   grep -h "^ended with" "$logs/$name".*
   cat "$logs/$name".* | grep -E "^(FAILED|ERROR)|ERROR SUMMARY: [1-9]|Invalid|leaked" | sort | uniq | head -40
-  grep -hE "^(E  |FAILED|ERROR|ended with)" "$logs/$name".* | cut -c1-300 >>"$out/gpu_failures.txt"
+  grep -hE "terminate called|what\(\)|^Fatal Python error|CUDA error" "$logs/$name".* | cut -c1-300 | sort | uniq -c | head -10
+  grep -hE "^(E  |FAILED|ERROR|ended with|terminate called|Fatal Python error)|what\(\)" "$logs/$name".* |
+    cut -c1-300 >>"$out/gpu_failures.txt"
   local passed bad
   passed=$(cat "$logs/$name".* | grep -oE "[0-9]+ passed" | awk '{n += $1} END {print n + 0}')
   bad=$(cat "$logs/$name".* | grep -oE "[0-9]+ (failed|error)" | awk '{n += $1} END {print n + 0}')

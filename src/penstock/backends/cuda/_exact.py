@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from penstock.backends.cuda._gemm import dot_dtype, dot_order, units
 from penstock.backends.cuda._launch import (
@@ -104,12 +105,15 @@ def _group_product(words, x, C: tl.constexpr):
 # grid      (T,)
 # bytes     x in, ordered and sums out
 # limits    GS a multiple of 4 · VPW
+#
+# PDL: it does not let the next kernel start, whose programs would share the multiprocessors that are free so early.
 @triton.jit
 def _sums_kernel(
     x_ptr, ordered_ptr, sums_ptr, K: tl.constexpr, GS: tl.constexpr, GP: tl.constexpr, VPW: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
+    if PDL:
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, GP)
     at = g[:, None] * GS + tl.arange(0, GS)[None, :]

@@ -51,6 +51,7 @@ from penstock.backends.cuda._tuning import (
     FEW_PROGRAMS,
     FEW_TILES,
     FEW_WORDS,
+    TILES_PAIRS,
     FewRows,
 )
 from penstock.errors import BackendError
@@ -248,31 +249,36 @@ def _slots(ids_ptr, slot_of_ptr, pair, P, S, known, EVERY: tl.constexpr, SHARED:
 #           slot S; pairs without an expert have slot S + 1; order int32 [P]; tiles int32 [3 * NT + 2]; counter int32, 0
 #           before and after: tiles so far times 65536, and programs
 # grid      (S + 2,): a program places the pairs of its slot; the last one to count knows how many tiles there are
-# bytes     8 * P per program, from L2
-# limits    S + 2 < 65536, fewer than 32768 tiles; NT at least P / BM + S + 1
+# bytes     4 * P per program, from L2; twice as many where there are more than BLOCK (ONE: no more)
+# limits    P and S + 2 < 32768, fewer than 32768 tiles; NT at least P / BM + S + 1
 @triton.jit(do_not_specialize=["P", "S", "known", "NT"])
 def _tiles_kernel(
     ids_ptr, slot_of_ptr, order_ptr, tiles_ptr, counter_ptr, P, S, known, NT, EVERY: tl.constexpr, SHARED: tl.constexpr,
-    BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     slot = tl.program_id(0)
     i = tl.arange(0, BLOCK)
-    less, same = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for first in range(0, P, BLOCK):
-        found = _slots(ids_ptr, slot_of_ptr, first + i, P, S, known, EVERY, SHARED)
-        less += (found < slot).to(tl.int32)
-        same += (found == slot).to(tl.int32)
-    begin, count = tl.sum(less), tl.sum(same)
+    found = _slots(ids_ptr, slot_of_ptr, i, P, S, known, EVERY, SHARED)
+    both = (found < slot).to(tl.int32) * 65536 + (found == slot).to(tl.int32)
+    if not ONE:
+        for first in range(BLOCK, P, BLOCK):
+            more = _slots(ids_ptr, slot_of_ptr, first + i, P, S, known, EVERY, SHARED)
+            both += (more < slot).to(tl.int32) * 65536 + (more == slot).to(tl.int32)
+    both = tl.sum(both)
+    begin, count = both // 65536, both % 65536
     needed = tl.where(slot <= S, tl.cdiv(count, BM), 0)
     before = tl.atomic_add(counter_ptr, needed * 65536 + 1, sem="relaxed")
     tile = before // 65536
     if count > 0:
-        place = begin
-        for first in range(0, P, BLOCK):
-            mine = (_slots(ids_ptr, slot_of_ptr, first + i, P, S, known, EVERY, SHARED) == slot).to(tl.int32)
-            tl.store(order_ptr + place + tl.cumsum(mine) - 1, first + i, mask=mine > 0)
-            place += tl.sum(mine)
+        mine = (found == slot).to(tl.int32)
+        tl.store(order_ptr + begin + tl.cumsum(mine) - 1, i, mask=mine > 0)
+        if not ONE:
+            place = begin + tl.sum(mine)
+            for first in range(BLOCK, P, BLOCK):
+                mine = (_slots(ids_ptr, slot_of_ptr, first + i, P, S, known, EVERY, SHARED) == slot).to(tl.int32)
+                tl.store(order_ptr + place + tl.cumsum(mine) - 1, first + i, mask=mine > 0)
+                place += tl.sum(mine)
         j = tl.arange(0, 32)
         for first in range(0, needed, 32):
             at, live = tiles_ptr + tile + first + j, first + j < needed
@@ -428,14 +434,15 @@ def expert_tiles(ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None, ex
     every = k + 1 if shared else k
     P, BM = T * every, tile_rows(T * k, experts)
     NT = P // BM + slots + 1
+    assert max(P, slots + 2) < 32768
     made = torch.empty(P + 3 * NT + 2, dtype=torch.int32, device=ids.device)
     count = counters(made)
     if count is None:
         count = torch.zeros(1, dtype=torch.int32, device=ids.device)
-    block = max(64, min(1024, triton.next_power_of_2(P)))
+    block = max(64, min(TILES_PAIRS, triton.next_power_of_2(P)))
     _tiles_kernel[(slots + 2,)](
         ids, slot_of, made, made[P:], count, P, slots, 0 if slot_of is None else slot_of.numel(), NT, every, shared, BM,
-        block, num_warps=max(1, block // 256), **pdl_options(),
+        block, block >= P, num_warps=max(1, block // 256), **pdl_options(),
     )  # fmt: skip
     return Tiles(made[:P], made[P:], BM, every, shared)
 

@@ -297,6 +297,7 @@ FEW_BLOCK_GROUPS = {
 }
 FEW_TILES = ((10, 8), (float("inf"), 16))  # pairs per expert up to which a tile has so many
 FEW_PROGRAMS = 8  # for each multiprocessor
+TILES_PAIRS = 4096  # that a program has in registers while it puts those of its expert in their place
 # Experts through shared memory: tokens from which on; codes of a row that a warp has at most, warps of a program,
 # registers of a thread and programs for each multiprocessor. 256 experts of [512, 2048], gate and up, and down in µs,
 # by lanes and so: 8 tokens 24 and 15, 26 and 15; 32 tokens 63 and 37, 59 and 33; 128 tokens 98 and 65, 85 and 47. With
