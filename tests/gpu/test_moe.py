@@ -778,11 +778,15 @@ def test_moe_route_forward_is_batch_invariant_if_asked(T, chosen_inside, rng):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("E, dim, width", [(256, 2048, 512), (64, 2048, 1024), (40, 1024, 512)])
-def test_moe_route_forward_in_a_chain_of_replays_equals_call_by_call(E, dim, width, rng):
+@pytest.mark.parametrize(
+    "T, E, dim, width",
+    [(1, 256, 2048, 512), (1, 64, 2048, 1024), (1, 40, 1024, 512), (2, 256, 2048, 512), (3, 256, 2048, 512),
+     (4, 256, 2048, 512), (4, 256, 2048, 1024)],
+)  # fmt: skip
+def test_moe_route_forward_in_a_chain_of_replays_equals_call_by_call(T, E, dim, width, rng):
     """Kernels that start before the one ahead of them has ended read nothing too soon, ids that it chose neither."""
     call = {
-        name: to_device(value) for name, value in routed_block(rng, 1, E, 8, width, dim, dtype="bfloat16").items()
+        name: to_device(value) for name, value in routed_block(rng, T, E, 8, width, dim, dtype="bfloat16").items()
     } | {"per_expert_scale": None}  # fmt: skip
     parts = {name: call[name] for name in ("norm_weight", "w", "per_expert_scale", "top_k")}
 
@@ -798,7 +802,8 @@ def test_moe_route_forward_in_a_chain_of_replays_equals_call_by_call(E, dim, wid
 
     want = chain(call["x"], torch.cuda.synchronize)
     _, ids, weights, _ = ops.moe_norm_route(call["x"], **parts, scores=1, write_normed=True)
-    assert torch.equal(want[1], ids) and torch.equal(want[2], weights)
+    assert torch.equal(want[1], ids)
+    assert torch.equal(want[2], weights) if T == 1 else torch.allclose(want[2], weights, rtol=1e-6)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = chain(call["x"], lambda: None)

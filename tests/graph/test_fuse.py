@@ -429,7 +429,7 @@ def norm_moe(h: Value, ids: Value, w: Value) -> Any:
 
 
 def routed_moe(x: Value, scored: bool = True, keeps: bool = False, rounds: str = "float32", **how: Any) -> Any:
-    """A router and the experts of one row; keeps: the normed row is returned, too."""
+    """A router and experts of all rows; keeps: the normed rows are returned, too."""
     y = norm(x, 1)
     w, below = block(7, 1)
     logits, score = ops.quantized_matmul(y, w, dtype="float32"), ops.quantized_matmul(y, below, dtype="float32")
@@ -610,6 +610,7 @@ CASES = {
     ),
     "moe_norm_group_route": Case(group_router, ["moe_norm_group_route"], {"x": ROW}, devices=CUDA),
     "moe_route_forward": Case(routed_moe, ["moe_route_forward"], {"x": ROW}, devices=CUDA),
+    "moe_route_forward of some rows": Case(routed_moe, ["moe_route_forward"], {"x": ROWS}, devices=CUDA),
     "norm in moe_shared_forward": Case(norm_moe, ["moe_shared_forward"], {"h": ROWS, **CHOSEN}, IDS, devices=CUDA),
 }
 
@@ -874,7 +875,12 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         {"x": ROW},
         "moe_norm_route",
     ),
-    "moe_route_forward of two rows": (routed_moe, {"x": Spec((2, DIM), "float32")}, "moe_route_forward"),
+    "moe_route_forward of many rows": (routed_moe, {"x": Spec((9, DIM), "float32")}, "moe_route_forward"),
+    "moe_norm_route of rows whose experts may be absent": (
+        lambda x: routed_moe(x, slot_of=np.arange(7, dtype=np.int32)),
+        {"x": ROWS},
+        "moe_norm_route",
+    ),
     "moe_route_forward of experts that may be absent": (
         lambda x: routed_moe(x, slot_of=np.arange(7, dtype=np.int32)),
         {"x": ROW},
