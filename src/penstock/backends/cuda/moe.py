@@ -487,7 +487,7 @@ def moe_route_forward(
     experts = [each for each in (gate_w, up_w, down_w) if each is not None]
     chooses = router(E, top_k, 0, 0, -1.0, propagate_nan)
     T = ids.numel() // top_k
-    joint = T <= min(MOE_CHOOSES, passes_over(normed.dtype, w)) and _by_rows(None, T, top_k, E)
+    joint = min(MOE_CHOOSES, passes_over(normed.dtype, w)) >= T and _by_rows(None, T, top_k, E)
     joint = joint and _joins(experts, [own, own_up, shared_down_w])
     if chooses is None or not joint or deterministic():
         routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, True, fetch, dtype, None)
