@@ -23,7 +23,7 @@ from gpu_common import compile_ahead
 from gpu_evidence import evidence
 from gpu_onerow import Step, Way, loaded, measured, opened
 
-from penstock.backends.cuda import _chosen, _matvec, _router, _staged, _tuning, linear, moe
+from penstock.backends.cuda import _chosen, _matvec, _router, _shared_down, _staged, _tuning, linear, moe
 from penstock.backends.cuda._matvec import Config
 
 SHORT = 4  # layers of a model that has every kind of layer, for compiling
@@ -48,14 +48,17 @@ def router(*sizes: int) -> Patch:
     return _router, "config", sized(*sizes)
 
 
-def down(*sizes: int) -> Patch:
+APART = (_shared_down, "SHARED_DOWN_TOKENS", 0)  # down by the matvec
+
+
+def down(*sizes: int) -> tuple[Patch, ...]:
     """Of several experts of a token by the matvec."""
     own = _matvec.config
 
     def config(bits: int, gs: int, N: int, K: int, T: int, pairs: int, slots: int, *rest: Any) -> Config:
         return (sized(*sizes) if slots > 1 else own)(bits, gs, N, K, T, pairs, slots, *rest)
 
-    return _matvec, "config", config
+    return APART, (_matvec, "config", config)
 
 
 def by_matvec(*wanted: int, sizes: tuple[int, int, int] | None = None) -> tuple[Patch, ...]:
@@ -87,7 +90,7 @@ PROJECTION, OUTPUT, HEAD = 12352, 2048, 248320  # rows of weights of Qwen3.6-35B
 def ways(rows: int) -> dict[str, tuple[Way, tuple[str, ...]]]:
     """By name, with the ops whose launches are others than those of the first two; none named: all."""
     made: dict[str, tuple[Way, tuple[str, ...]]] = {
-        "norm, router and choice apart": (Way((MOE,)), ()),
+        "norm, router and choice apart, down by the matvec": (Way((MOE,), (APART,)), ()),
         "as it is": (Way(), ()),
     }
 
@@ -97,8 +100,9 @@ def ways(rows: int) -> dict[str, tuple[Way, tuple[str, ...]]]:
     if rows <= 4:
         for sizes in ((8, 2, 2), (8, 1, 1), (8, 1, 2), (8, 4, 1), (16, 4, 1), (16, 2, 1)):
             add("gate and up {} rows by {} warps of {} blocks".format(*sizes), gate_up(*sizes))
+        add("down by the matvec", APART)
         for sizes in ((16, 4, 3), (16, 8, 2), (16, 16, 1), (16, 2, 3), (16, 4, 2), (32, 4, 1)):
-            add("down {} rows by {} warps of {} blocks".format(*sizes), down(*sizes))
+            add("down {} rows by {} warps of {} blocks".format(*sizes), *down(*sizes))
         add("router 16 rows by 16 warps", router(16, 16, 1))
         add("the router's launch, then the choice", chooses(1))
         add(f"experts by lanes from {rows} on", *lanes_from(rows))
