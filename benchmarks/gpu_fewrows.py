@@ -83,15 +83,16 @@ def lanes_from(tokens: int) -> tuple[Patch, ...]:
     return chooses(min(moe.MOE_CHOOSES, tokens - 1)), (moe, "FEW_EXPERTS", (tokens, *moe.FEW_EXPERTS[1:]))
 
 
-MOE = "moe_route_forward"
+MOE, COLUMNS = "moe_route_forward", "columns_in_place"
 PROJECTION, OUTPUT, HEAD = 12352, 2048, 248320  # rows of weights of Qwen3.6-35B-A3B
 
 
 def ways(rows: int) -> dict[str, tuple[Way, tuple[str, ...]]]:
     """By name, with the ops whose launches are others than those of the first two; none named: all."""
     made: dict[str, tuple[Way, tuple[str, ...]]] = {
-        "norm, router and choice apart, down by the matvec": (Way((MOE,), (APART,)), ()),
+        "norm, router and choice apart, down by the matvec, columns copied": (Way((MOE, COLUMNS), (APART,)), ()),
         "as it is": (Way(), ()),
+        "columns copied": (Way((COLUMNS,)), ("split_columns",)),
     }
 
     def add(name: str, *patches: Patch, ops: tuple[str, ...] = (MOE,)) -> None:

@@ -41,7 +41,7 @@ def launch_of(rows: int, warps: int, blocks: int) -> Callable[..., Config]:
 
 @dataclass(frozen=True)
 class Way:
-    """Rules that are left out, and what names in modules stand for while the step is captured."""
+    """Rules (and `columns_in_place`) that are left out, and what names in modules stand for while the step is captured."""
 
     without: tuple[str, ...] = ()
     patches: tuple[tuple[Any, str, Any], ...] = ()
@@ -105,6 +105,8 @@ class Step:
         rules = [each for each in RULES if each.offers.__name__ not in without]
         graph = rewritten(self.graph, "cuda", rules)
         fuse_cuda.fetch_ahead(graph)
+        if "columns_in_place" not in without:
+            fuse_cuda.columns_in_place(graph)
         program = Program(graph, "cuda", fused=False)
         bound = program.bind(self.arrays | self.inputs, self.device.arena(program.arena_bytes))
         return bound, len(graph.nodes)

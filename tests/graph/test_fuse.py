@@ -215,6 +215,18 @@ def delta(
     return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
 
 
+def projected_delta(x: Value, keeps: bool = False, **rest: Any) -> Any:
+    """A DeltaNet layer behind products with adjacent weights; keeps: the last one is returned, too."""
+    qkv, z, a, b = (ops.quantized_matmul(x, w) for w in block(CHANNELS, HV * DV, HV, HV))
+    made, between = delta(qkv, z.reshape(len(x), HV, DV), a, b, **rest)
+    return [*made, *([b] if keeps else [])], between
+
+
+def projected_heads(x: Value, **rest: Any) -> Any:
+    q, k, v = (ops.quantized_matmul(x, w) for w in block(H * D, 2 * D, 2 * D))
+    return bare_heads(q.reshape(len(x), H, D), k.reshape(len(x), 2, D), v.reshape(len(x), 2, D), **rest)
+
+
 def delta_of_runs(**values: Any) -> Any:
     """A DeltaNet layer of runs, of which rows before the norm of q and k are not kept."""
     made, between = delta(**values)
@@ -520,6 +532,20 @@ CASES = {
         lambda **values: moe(None, **values), ["moe_shared_forward"], {"x": ROWS, **CHOSEN}, IDS, devices=CUDA
     ),
     "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS),
+    "columns_in_place of a gated delta net": Case(
+        projected_delta,
+        ["quantized_matmul", "gated_delta_step"],
+        {"x": ROWS, **{name: LINEAR[name] for name in ("conv", "state", "slots")}},
+        SLOTS,
+        devices=CUDA,
+    ),
+    "columns_in_place of attention": Case(
+        projected_heads,
+        ["quantized_matmul", "attention_prepare", "attention_paged"],
+        {"x": ROWS, **DECODE, **CACHE},
+        DECODED,
+        devices=CUDA,
+    ),
     "convolution_heads": Case(
         delta_of_runs,
         ["conv1d_causal", "conv1d_state_update", "gdn_decay_beta", "gated_delta_net", "gated_rms_norm"],
@@ -963,6 +989,21 @@ def test_a_rule_does_not_fire_where_its_op_does_not_fit(name: str) -> None:
         fused = fuse(graph, device)
         assert op not in names(fused)
         check(graph, fused, specs, {name: array for name, array in INTEGERS.items() if name in specs})
+
+
+@pytest.mark.parametrize("how", ["one is returned", "one has another reader", "on the CPU"])
+def test_columns_stay_apart_where_a_reader_needs_them_so(how: str) -> None:
+    specs = {"x": ROWS, **{name: LINEAR[name] for name in ("conv", "state", "slots")}}
+
+    def other(x: Value, **rest: Any) -> Any:
+        qkv, z, a, b = (ops.quantized_matmul(x, w) for w in block(CHANNELS, HV * DV, HV, HV))
+        return [*delta(qkv, z.reshape(len(x), HV, DV), a, b, **rest)[0], ops.gelu_tanh(z)], []
+
+    builds = {"one is returned": lambda **v: projected_delta(**v, keeps=True), "one has another reader": other}
+    graph = traced(builds.get(how, projected_delta), specs)
+    fused = fuse(graph, "cpu" if how == "on the CPU" else "cuda")
+    assert "split_columns" in names(fused)
+    check(graph, fused, specs, SLOTS)
 
 
 def test_what_is_between_is_kept_only_if_needed() -> None:

@@ -348,6 +348,43 @@ def fetch_ahead(graph: Graph) -> None:
             w = node["w"]
 
 
+# Arguments of which the kernels read a row wherever it lies.
+ROWS_APART = {
+    ops.gated_delta_step: ("qkv", "z", "alpha", "beta"),
+    ops.gated_delta_verify: ("qkv", "z", "alpha", "beta"),
+    ops.attention_prepare: ("q", "k", "v"),
+}
+
+
+def columns_in_place(graph: Graph) -> None:
+    """Leave out split_columns where all readers can take the columns where they are. (Those of one row are a part.)"""
+    reads: dict[Value, list[tuple[Node, str]]] = {}
+    for node in graph.nodes:
+        for name, arg in node.args.items():
+            if isinstance(arg, Value):
+                reads.setdefault(arg.base, []).append((node, name))
+    returned = {output.base for output in graph.outputs}
+    for split in [node for node in graph.nodes if node.op is ops.split_columns]:
+        x, outs = split["x"], [out for out in split.outs if out is not None]
+        if x.is_part or not returned.isdisjoint(outs):
+            continue
+        if not all(_of_rows(node, name, out) for out in outs for node, name in reads.get(out, ())):
+            continue
+        offset = 0
+        for out in outs:
+            for node, name in reads.get(out, ()):
+                where = {"node": x.node, "name": x.name, "base": x, "offset": offset, "row_stride": x.shape[1]}
+                node.args[name] = Value(graph, node[name].spec, **where)
+            offset += out.shape[1]
+        graph.nodes.remove(split)
+
+
+def _of_rows(node: Node, name: str, whole: Value) -> bool:
+    """Whether a node reads all of a value in an argument whose rows may lie apart."""
+    arg = node[name]
+    return name in ROWS_APART.get(node.op, ()) and arg.spec.size == whole.spec.size and len(arg) == len(whole)
+
+
 BLOCKS: tuple[Rule, ...] = (
     moe_shared_forward,
     dense_norm,

@@ -36,8 +36,8 @@ from penstock.ops.op import deterministic
 #           i], by slot_of; nothing for an expert that is not there; without a score U . h[t, k] is added as it is
 # shapes    w codes, scales, biases of [experts, N, K], u those of [N, K]; h [T, k + 1, K]; ids, weights [T, k]; score
 #           [T]; y, residual [T, N], may be one
-# grid      (ceil(N / R) * T,): a program has R rows of a token, the tokens of the same rows are neighbours; each of its S
-#           warps has a block of K of an expert, and one of U, which is shorter by as much as there are warps
+# grid      (ceil(N / R) * T,): a program has R rows of a token, the tokens of the same rows are neighbours; each of its
+#           S warps has a block of K of an expert, and one of U, which is shorter by as much as there are warps
 # bytes     the matrices that are named, those of W once for each token; h and most of U come from L2
 # limits    k * blocks of an expert <= S, blocks of U <= S; R a multiple of 16
 #
