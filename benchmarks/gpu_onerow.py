@@ -41,7 +41,7 @@ def launch_of(rows: int, warps: int, blocks: int) -> Callable[..., Config]:
 
 @dataclass(frozen=True)
 class Way:
-    """Rules (and `columns_in_place`) that are left out, and what names in modules stand for while the step is captured."""
+    """Rules (or `columns_in_place`) that are left out, and what names in modules mean while the step is captured."""
 
     without: tuple[str, ...] = ()
     patches: tuple[tuple[Any, str, Any], ...] = ()
