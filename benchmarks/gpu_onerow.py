@@ -11,7 +11,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from penstock import api
 from penstock.analysis.trace import taken_layers
 from penstock.backends.cuda import _chosen, _shared_down
 from penstock.backends.cuda._matvec import Config
+from penstock.engine.engine import Engine
 from penstock.engine.steps import Run, step_arrays, table_width
 from penstock.graph import Program, fuse_cuda
 from penstock.graph.fuse import RULES
@@ -40,7 +41,7 @@ def launch_of(rows: int, warps: int, blocks: int) -> Callable[..., Config]:
 
 @dataclass(frozen=True)
 class Way:
-    """Rules that are left out, and what names in modules stand for while the step is captured."""
+    """Rules (or `columns_in_place`) that are left out, and what names in modules mean while the step is captured."""
 
     without: tuple[str, ...] = ()
     patches: tuple[tuple[Any, str, Any], ...] = ()
@@ -66,22 +67,31 @@ WAYS = {
 }
 
 
-class Step:
-    """One row of a model with made-up weights, at some depth."""
+def loaded(model: str, layers: int, depth: int) -> Engine:
+    """A model with made-up weights."""
+    _, raw = taken_layers(resolve_model(model, ANY), layers)
+    assert raw is not None
+    return api.load_random(raw, device="cuda", max_context=depth + 16, on_device=True).engine
 
-    def __init__(self, model: str, layers: int, depth: int) -> None:
-        _, raw = taken_layers(resolve_model(model, ANY), layers)
-        assert raw is not None
-        self.engine = api.load_random(raw, device="cuda", max_context=depth + 16, on_device=True).engine
-        self.device = self.engine.device
-        self.engine.allocate_for([(1, depth + 1)])
-        sequence = self.engine.open()
-        self.engine.caches.reserve(sequence, depth + 1)
-        self.engine.caches.advance(sequence, depth)
-        programs = self.engine.programs
+
+def opened(engine: Engine, depth: int, count: int) -> list[Run]:
+    """A token of each of so many sequences, which have this length."""
+    engine.allocate_for([(count, depth + 1)])
+    runs = [Run(engine.open(), np.array([17 + 31 * n], np.int32)) for n in range(count)]
+    for run in runs:
+        engine.caches.reserve(run.sequence, depth + 1)
+        engine.caches.advance(run.sequence, depth)
+    return runs
+
+
+class Step:
+    """The next step of some sequences of equal length."""
+
+    def __init__(self, engine: Engine, runs: list[Run]) -> None:
+        self.device, programs, count = engine.device, engine.programs, len(runs)
         assert programs is not None
-        self.graph = programs.graph(1, 1, table_width(-(-(depth + 1) // PAGE)), R=1, decode=True)
-        runs = [Run(sequence, np.array([17], np.int32))]
+        pages = table_width(-(-(runs[0].sequence.length + 1) // PAGE))
+        self.graph = programs.graph(count, count, pages, R=count, decode=True)
         self.inputs = {name: self.device.to_device(a) for name, a in step_arrays(runs, programs.windows).items()}
         self.arrays = programs.cache_arrays()
         torch.manual_seed(0)
@@ -95,6 +105,8 @@ class Step:
         rules = [each for each in RULES if each.offers.__name__ not in without]
         graph = rewritten(self.graph, "cuda", rules)
         fuse_cuda.fetch_ahead(graph)
+        if "columns_in_place" not in without:
+            fuse_cuda.columns_in_place(graph)
         program = Program(graph, "cuda", fused=False)
         bound = program.bind(self.arrays | self.inputs, self.device.arena(program.arena_bytes))
         return bound, len(graph.nodes)
@@ -127,18 +139,11 @@ class Step:
         return (time.perf_counter() - start) / REPLAYS
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--model", default="qwen3.6-35b-a3b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    step = Step(args.model, args.layers, args.depth)
+def measured(step: Step, ways: Mapping[str, Way], rounds: int) -> list[dict[str, Any]]:
+    """Of each way nodes, difference from the first one and times, after the checks."""
     replays, logits, rows = {}, {}, []
     with step.device.running(deterministic=False):
-        for name, way in WAYS.items():
+        for name, way in ways.items():
             with way.taken():
                 bound, nodes = step.bound(way.without)
                 logits[name], replays[name] = step.checked(name, bound)
@@ -147,13 +152,27 @@ def main() -> None:
             rows.append({"way": name, "nodes": nodes, "error": error})
             if error > 1e-2:
                 raise SystemExit(f"{name}: logits differ by {error:.2g} from those of the first way")
-        times: dict[str, list[float]] = {name: [] for name in WAYS}
-        for _ in range(args.rounds):
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds):
             for name, replay in replays.items():
                 times[name].append(step.seconds(replay))
     for row in rows:
         found = times[row["way"]]
         row |= {"us": statistics.median(found) * 1e6, "least": min(found) * 1e6}
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
+    parser.add_argument("--model", default="qwen3.6-35b-a3b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    engine = loaded(args.model, args.layers, args.depth)
+    rows = measured(Step(engine, opened(engine, args.depth, 1)), WAYS, args.rounds)
+    for row in rows:
         print(f"{row['way']:60} {row['nodes']:4} nodes {row['us']:8.1f} us (least {row['least']:.1f}), "
               f"difference {row['error']:.1g}")  # fmt: skip
     if args.json is not None:

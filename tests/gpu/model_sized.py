@@ -125,10 +125,10 @@ def router(T: int, E: int, K: int, groups: int = 0) -> Any:
     return ops.moe_norm_route(half(T, K), half(K), codes(E + 1, K, bits=8), None, 8, 1, write_normed=True)
 
 
-def routed_experts(E: int, K: int, N: int) -> Any:
+def routed_experts(T: int, E: int, K: int, N: int) -> Any:
     stacks, own = ([codes(*lead, *shape) for shape in ((N, K), (N, K), (K, N))] for lead in ((E,), ()))
     router = half(K), codes(E + 1, K, bits=8), None, 8
-    return ops.moe_route_forward(torch.zeros(1, K), half(1, K), *router, *stacks, *own, True, propagate_nan=True)
+    return ops.moe_route_forward(torch.zeros(T, K), half(T, K), *router, *stacks, *own, True, propagate_nan=True)
 
 
 def expanded() -> Any:
@@ -202,7 +202,7 @@ CALLS = (
     Call("quantized_matmul", lanes, ((8, 5120, 2880, 8), (8, 2880, 4096, 8))),
     Call("moe_norm_route", router, ((1, 256, 2048), (8, 256, 2048))),
     Call("moe_norm_group_route", router, ((1, 256, 7168, 8),)),
-    Call("moe_route_forward", routed_experts, ((256, 2048, 512), (512, 2048, 1024))),
+    Call("moe_route_forward", routed_experts, ((1, 256, 2048, 512), (1, 512, 2048, 1024), (4, 256, 2048, 512))),
     Call("gated_delta_net", chunks, ((), (128,))),
     Call("gated_delta_net", chunks_of_runs),
     Call("gated_delta_verify", verified, ((1, 4), (8, 2))),

@@ -8,7 +8,7 @@ import numpy as np
 from penstock import quant
 from penstock.dtypes import numpy_dtype
 from penstock.graph.trace import Graph, Value
-from penstock.ops.array import Spec
+from penstock.ops.array import Spec, columns_of
 from penstock.ops.op import backend
 from penstock.quant import QuantizedTensor
 
@@ -40,6 +40,8 @@ def run(graph: Graph, inputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...
 
     def array(value: Value) -> np.ndarray:
         flat = found[value.base].reshape(-1)
+        if value.row_stride is not None:
+            return np.ascontiguousarray(columns_of(flat[value.offset :], value.shape, value.row_stride))
         return flat[value.offset : value.offset + value.spec.size].reshape(value.shape)
 
     with backend("reference"):

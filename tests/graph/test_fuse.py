@@ -215,6 +215,18 @@ def delta(
     return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
 
 
+def projected_delta(x: Value, keeps: bool = False, **rest: Any) -> Any:
+    """A DeltaNet layer behind products with adjacent weights; keeps: the last one is returned, too."""
+    qkv, z, a, b = (ops.quantized_matmul(x, w) for w in block(CHANNELS, HV * DV, HV, HV))
+    made, between = delta(qkv, z.reshape(len(x), HV, DV), a, b, **rest)
+    return [*made, *([b] if keeps else [])], between
+
+
+def projected_heads(x: Value, **rest: Any) -> Any:
+    q, k, v = (ops.quantized_matmul(x, w) for w in block(H * D, 2 * D, 2 * D))
+    return bare_heads(q.reshape(len(x), H, D), k.reshape(len(x), 2, D), v.reshape(len(x), 2, D), **rest)
+
+
 def delta_of_runs(**values: Any) -> Any:
     """A DeltaNet layer of runs, of which rows before the norm of q and k are not kept."""
     made, between = delta(**values)
@@ -429,7 +441,7 @@ def norm_moe(h: Value, ids: Value, w: Value) -> Any:
 
 
 def routed_moe(x: Value, scored: bool = True, keeps: bool = False, rounds: str = "float32", **how: Any) -> Any:
-    """A router and the experts of one row; keeps: the normed row is returned, too."""
+    """A router and experts of all rows; keeps: the normed rows are returned, too."""
     y = norm(x, 1)
     w, below = block(7, 1)
     logits, score = ops.quantized_matmul(y, w, dtype="float32"), ops.quantized_matmul(y, below, dtype="float32")
@@ -520,6 +532,20 @@ CASES = {
         lambda **values: moe(None, **values), ["moe_shared_forward"], {"x": ROWS, **CHOSEN}, IDS, devices=CUDA
     ),
     "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS),
+    "columns_in_place of a gated delta net": Case(
+        projected_delta,
+        ["quantized_matmul", "gated_delta_step"],
+        {"x": ROWS, **{name: LINEAR[name] for name in ("conv", "state", "slots")}},
+        SLOTS,
+        devices=CUDA,
+    ),
+    "columns_in_place of attention": Case(
+        projected_heads,
+        ["quantized_matmul", "attention_prepare", "attention_paged"],
+        {"x": ROWS, **DECODE, **CACHE},
+        DECODED,
+        devices=CUDA,
+    ),
     "convolution_heads": Case(
         delta_of_runs,
         ["conv1d_causal", "conv1d_state_update", "gdn_decay_beta", "gated_delta_net", "gated_rms_norm"],
@@ -610,6 +636,7 @@ CASES = {
     ),
     "moe_norm_group_route": Case(group_router, ["moe_norm_group_route"], {"x": ROW}, devices=CUDA),
     "moe_route_forward": Case(routed_moe, ["moe_route_forward"], {"x": ROW}, devices=CUDA),
+    "moe_route_forward of some rows": Case(routed_moe, ["moe_route_forward"], {"x": ROWS}, devices=CUDA),
     "norm in moe_shared_forward": Case(norm_moe, ["moe_shared_forward"], {"h": ROWS, **CHOSEN}, IDS, devices=CUDA),
 }
 
@@ -874,7 +901,12 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         {"x": ROW},
         "moe_norm_route",
     ),
-    "moe_route_forward of two rows": (routed_moe, {"x": Spec((2, DIM), "float32")}, "moe_route_forward"),
+    "moe_route_forward of many rows": (routed_moe, {"x": Spec((9, DIM), "float32")}, "moe_route_forward"),
+    "moe_norm_route of rows whose experts may be absent": (
+        lambda x: routed_moe(x, slot_of=np.arange(7, dtype=np.int32)),
+        {"x": ROWS},
+        "moe_norm_route",
+    ),
     "moe_route_forward of experts that may be absent": (
         lambda x: routed_moe(x, slot_of=np.arange(7, dtype=np.int32)),
         {"x": ROW},
@@ -957,6 +989,21 @@ def test_a_rule_does_not_fire_where_its_op_does_not_fit(name: str) -> None:
         fused = fuse(graph, device)
         assert op not in names(fused)
         check(graph, fused, specs, {name: array for name, array in INTEGERS.items() if name in specs})
+
+
+@pytest.mark.parametrize("how", ["one is returned", "one has another reader", "on the CPU"])
+def test_columns_stay_apart_where_a_reader_needs_them_so(how: str) -> None:
+    specs = {"x": ROWS, **{name: LINEAR[name] for name in ("conv", "state", "slots")}}
+
+    def other(x: Value, **rest: Any) -> Any:
+        qkv, z, a, b = (ops.quantized_matmul(x, w) for w in block(CHANNELS, HV * DV, HV, HV))
+        return [*delta(qkv, z.reshape(len(x), HV, DV), a, b, **rest)[0], ops.gelu_tanh(z)], []
+
+    builds = {"one is returned": lambda **v: projected_delta(**v, keeps=True), "one has another reader": other}
+    graph = traced(builds.get(how, projected_delta), specs)
+    fused = fuse(graph, "cpu" if how == "on the CPU" else "cuda")
+    assert "split_columns" in names(fused)
+    check(graph, fused, specs, SLOTS)
 
 
 def test_what_is_between_is_kept_only_if_needed() -> None:

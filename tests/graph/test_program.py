@@ -5,7 +5,7 @@ import pytest
 
 from penstock import ops
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.graph import Program, trace
+from penstock.graph import Program, SizedProgram, fuse, fuse_cuda, trace
 from penstock.ops.array import Spec, spec_of
 
 W = np.linspace(0.5, 1.5, 8, dtype=np.float32)
@@ -41,6 +41,42 @@ def test_program_gives_what_the_ops_give_again_and_again(fused):
         for got, want in zip(bound.run(), wanted, strict=True):
             np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(given["state"], state)
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_columns_of_a_product_are_bound_where_they_lie(sized, monkeypatch):
+    """As a view with the product's strides, in any shape of its rows."""
+    monkeypatch.setitem(fuse_cuda.ROWS_APART, ops.gelu_tanh, ("x",))
+    seen = []
+
+    def graph(sizes):
+        def joined(x):
+            left, right = ops.split_columns(ops.rms_norm(x, W), 3, 5)
+            return ops.gelu_tanh(left), ops.gelu_tanh(right.reshape(len(x), 5, 1))
+
+        made = fuse(trace(joined, {"x": Spec((sizes["T"], 8), "float32")}), "cpu")
+        fuse_cuda.columns_in_place(made)
+        assert [node.op.name for node in made.nodes] == ["rms_norm", "gelu_tanh", "gelu_tanh"]
+        return made
+
+    def wrap(node, kernel):
+        def run(x, *rest, out):
+            seen.append(x)
+            kernel(np.ascontiguousarray(x), *rest, out=out)
+
+        return run
+
+    x = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    if sized:
+        made = SizedProgram(graph, "cpu", {"T": 2}, {"T": 9}, fused=False)
+        bound = made.bind({"T": 4}, {"x": x}, np.full(made.arena_bytes, 0xFF, np.uint8), wrap)
+    else:
+        made = Program(graph({"T": 4}), "cpu", fused=False)
+        bound = made.bind({"x": x}, np.full(made.arena_bytes, 0xFF, np.uint8), wrap)
+    y = ops.rms_norm(x, W)
+    for got, part in zip(bound.run(), (y[:, :3], y[:, 3:, None]), strict=True):
+        np.testing.assert_array_equal(got, ops.gelu_tanh(np.ascontiguousarray(part)))
+    assert [view.strides for view in seen[1:]] == [(32, 4), (32, 4, 4)]
 
 
 def test_an_input_may_have_grown():

@@ -44,8 +44,8 @@ FIRES: dict[str, tuple[str, tuple[str, ...], str, int]] = {
     "attention_gate": ("qwen3_5", ("cuda",), "decode", 1),
     "matmul_add": ("llama-tied", ("cuda",), "decode", 8),
     "experts_add": ("gpt_oss", ("cuda",), "decode", 2),
-    "moe_norm_route": ("qwen3_5", ("cuda",), "decode", 1),
-    "moe_route_forward": ("qwen3_5", ("cuda",), "decode", 1),
+    "moe_norm_route": ("gpt_oss", ("cuda",), "decode", 1),
+    "moe_route_forward": ("qwen3_5", ("cuda",), "decode", 8),
     "norm_matmul": ("llama-tied", ("cuda",), "decode", 8),
 }
 

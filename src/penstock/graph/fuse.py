@@ -26,6 +26,8 @@ def fuse(graph: Graph, device: str, batch_invariant: bool = False) -> Graph:
     """
     fused = rewritten(graph, device, BATCH_INVARIANT if batch_invariant else RULES)
     fuse_cuda.fetch_ahead(fused)
+    if device == "cuda":
+        fuse_cuda.columns_in_place(fused)
     return fused
 
 

@@ -246,14 +246,20 @@ def moe_norm_route(match: Match, node: Node) -> Candidates:
     of other scores below those of the experts. Rows that are rounded to int8 stay in front. With 8 rows of
     Qwen3.6-35B-A3B on an H200 one launch takes 9.0 µs, norm, product and choice 6.4.
     """
+    if math.prod(node["logits"].shape[:-1]) == 1:
+        yield _with_product(match, node)
+
+
+def _with_product(match: Match, node: Node) -> Any:
+    """A router with the product before it, and with the norm before that."""
     total = _biased(match, node["logits"]) if node.op is ops.moe_route else None
     logits = node["logits"] if total is None else total["a"]
     split = match.made_by(logits, ops.split_columns)
     if split is not None and (split.outs[0] is not logits or split.outs[2:] != (None, None)):
-        return
+        return None
     product = match.made_by(logits if split is None else split["x"], *_PRODUCTS)
-    if product is None or product["x"].spec.size > product["x"].shape[-1] or product.args.get("activations") == "int8":
-        return
+    if product is None or product.args.get("activations") == "int8":
+        return None
     norm = match.maker(product["x"], ops.rms_norm)
     if norm is not None and norm["weight"] is None:
         norm = None
@@ -261,7 +267,7 @@ def moe_norm_route(match: Match, node: Node) -> Candidates:
     normed = None if norm is None else match.needed(norm.out, instead)
     score = None if split is None else split.outs[1]
     how = {name: arg for name, arg in node.args.items() if name != "logits"}
-    yield match.call(
+    return match.call(
         ops.moe_norm_route if node.op is ops.moe_route else ops.moe_norm_group_route,
         x=product["x"] if norm is None else norm["x"],
         norm_weight=None if norm is None else norm["weight"],
@@ -282,13 +288,16 @@ _EXPERTS = ("residual", "gate_w", "up_w", "down_w", "shared_gate_w", "shared_up_
 
 @rule(ops.moe_shared_forward, devices=CUDA)
 def moe_route_forward(match: Match, node: Node) -> Candidates:
-    """moe_shared_forward(r, h, ids, w, …) of what moe_norm_route(x, …) gives → moe_route_forward(r, x, …)
+    """moe_shared_forward(r, h, ids, w, …) of what moe_norm_route(x, …) would give → moe_route_forward(r, x, …), for
+    few rows
 
     Experts that may be absent keep their router: what brings them has to see its choice first.
     """
-    route = match.maker(node["ids"], ops.moe_norm_route)
-    if route is None or route["logit_bias"] is not None or node["slot_of"] is not None:
+    plain = match.maker(node["ids"], ops.moe_route)
+    offer = _with_product(match, plain) if plain is not None and _few(node["x"]) else None
+    if offer is None or offer.node["logit_bias"] is not None or node["slot_of"] is not None:
         return
+    route = offer.node
     if node["activations"] != "float32" or node["norm_weight"] is not None or node["expert_out"] is not None:
         return
     normed, ids, weights, score = route.outs
@@ -297,7 +306,11 @@ def moe_route_forward(match: Match, node: Node) -> Candidates:
         return
     args = {name: route[name] for name in _ROUTING} | {name: node[name] for name in _EXPERTS}
     yield match.call(
-        ops.moe_route_forward, **args, scored=score is not None, instead=(route, node), makes=(node.out, ids, weights)
+        ops.moe_route_forward,
+        **args,
+        scored=score is not None,
+        instead=(*offer.instead, node),
+        makes=(node.out, ids, weights),
     )
 
 
@@ -335,6 +348,43 @@ def fetch_ahead(graph: Graph) -> None:
             w = node["w"]
 
 
+# Arguments of which the kernels read a row wherever it lies.
+ROWS_APART = {
+    ops.gated_delta_step: ("qkv", "z", "alpha", "beta"),
+    ops.gated_delta_verify: ("qkv", "z", "alpha", "beta"),
+    ops.attention_prepare: ("q", "k", "v"),
+}
+
+
+def columns_in_place(graph: Graph) -> None:
+    """Leave out split_columns where all readers can take the columns where they are. (Those of one row are a part.)"""
+    reads: dict[Value, list[tuple[Node, str]]] = {}
+    for node in graph.nodes:
+        for name, arg in node.args.items():
+            if isinstance(arg, Value):
+                reads.setdefault(arg.base, []).append((node, name))
+    returned = {output.base for output in graph.outputs}
+    for split in [node for node in graph.nodes if node.op is ops.split_columns]:
+        x, outs = split["x"], [out for out in split.outs if out is not None]
+        if x.is_part or not returned.isdisjoint(outs):
+            continue
+        if not all(_of_rows(node, name, out) for out in outs for node, name in reads.get(out, ())):
+            continue
+        offset = 0
+        for out in outs:
+            for node, name in reads.get(out, ()):
+                where = {"node": x.node, "name": x.name, "base": x, "offset": offset, "row_stride": x.shape[1]}
+                node.args[name] = Value(graph, node[name].spec, **where)
+            offset += out.shape[1]
+        graph.nodes.remove(split)
+
+
+def _of_rows(node: Node, name: str, whole: Value) -> bool:
+    """Whether a node reads all of a value in an argument whose rows may lie apart."""
+    arg = node[name]
+    return name in ROWS_APART.get(node.op, ()) and arg.spec.size == whole.spec.size and len(arg) == len(whole)
+
+
 BLOCKS: tuple[Rule, ...] = (
     moe_shared_forward,
     dense_norm,
@@ -344,4 +394,4 @@ BLOCKS: tuple[Rule, ...] = (
     mla_prepare,
     attention_gate,
 )
-INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, experts_add, moe_norm_route, moe_route_forward, norm_matmul)
+INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, experts_add, moe_route_forward, moe_norm_route, norm_matmul)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.dtypes import ITEMSIZE
 from penstock.errors import InvalidArgument, KernelNotFound, ShapeError
 from penstock.graph.fuse import fuse
 from penstock.graph.plan import plan
-from penstock.graph.trace import Graph, Node, Value, nbytes
-from penstock.ops.array import shaped, spec_of
+from penstock.graph.trace import Graph, Node, Value
+from penstock.ops.array import part, spec_of
 
 Call = Callable[[], object]
 Wrap = Callable[[Node, Any], Any]
@@ -110,8 +111,8 @@ class Program:
         if offset is None:  # a part of an input
             rows = arrays[value.base].reshape(-1)
             return rows[value.offset : value.offset + value.spec.size].reshape(value.shape)
-        start = offset + value.offset * (nbytes(value) // max(value.spec.size, 1))
-        return shaped(arena[start : start + nbytes(value)], value.spec)
+        start = offset + value.offset * ITEMSIZE[value.dtype]
+        return part(arena, start, value.shape, value.dtype, value.row_stride)
 
 
 def node_calls(node: Node, device: str, values: Sequence[Any], outs: Sequence[Any], wrap: Wrap | None) -> list[Call]:

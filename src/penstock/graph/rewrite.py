@@ -197,7 +197,8 @@ class Match:
             if not value.is_part:
                 return base
             offset = base.offset + value.offset
-            return Value(made, value.spec, node=base.node, name=base.name, base=base.base, offset=offset)
+            where = {"base": base.base, "offset": offset, "row_stride": value.row_stride}
+            return Value(made, value.spec, node=base.node, name=base.name, **where)
 
         for node in sorted(self._place, key=self._place.__getitem__):
             args = {name: own(arg) if isinstance(arg, Value) else arg for name, arg in node.args.items()}
@@ -226,7 +227,7 @@ def _changed(node: Node) -> Set[Value]:
 def same(a: Any, b: Any) -> bool:
     """Whether two arguments are the same part of an array in the same shape, or the same constant."""
     if isinstance(a, Value) and isinstance(b, Value):
-        return a.base is b.base and a.offset == b.offset and a.spec == b.spec
+        return a.base is b.base and (a.offset, a.spec, a.row_stride) == (b.offset, b.spec, b.row_stride)
     return a is b or (isinstance(a, int | float | str) and a == b)
 
 

@@ -79,7 +79,8 @@ class SizedProgram:
                     rows = arrays[value.base].reshape(-1)[numbers[at] :]
                     found = rows[: math.prod(axes)].reshape(axes)
                 else:
-                    found = part(arena, start + numbers[at] * ITEMSIZE[value.dtype], axes, value.dtype)
+                    first = start + numbers[at] * ITEMSIZE[value.dtype]
+                    found = part(arena, first, axes, value.dtype, value.row_stride)
                 arrays[value] = found
             return found
 
@@ -138,7 +139,8 @@ def _forms(last: Graph, graphs: list[Graph], sizes: list[dict[str, int]]) -> dic
     def enter(value: Value, others: list[Value]) -> None:
         if value in found:
             return
-        if any(len(other.shape) != len(value.shape) or other.dtype != value.dtype for other in others):
+        kind = len(value.shape), value.dtype, value.row_stride
+        if any((len(other.shape), other.dtype, other.row_stride) != kind for other in others):
             raise InvalidArgument(f"program: {value!r} is another array at other sizes")
         every = (*others, value)
         shape = tuple(form(axes, value) for axes in zip(*(one.shape for one in every), strict=True))

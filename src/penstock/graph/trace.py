@@ -19,10 +19,11 @@ from penstock.ops.op import Op
 class Value(Symbol):
     """An array of a graph: an input, an output of a node, or a contiguous part of one of these (`base`, `offset`).
 
-    offset counts elements from the start of the base, which is never a part itself.
+    offset counts elements from the start of the base, which is never a part itself. row_stride: elements from one row
+    to the next where a part is columns of a base with several rows.
     """
 
-    __slots__ = ("base", "graph", "name", "node", "offset", "spec")
+    __slots__ = ("base", "graph", "name", "node", "offset", "row_stride", "spec")
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Value(Symbol):
         name: str | None = None,
         base: Value | None = None,
         offset: int = 0,
+        row_stride: int | None = None,
     ) -> None:
         self.graph = graph
         self.spec = spec
@@ -40,8 +42,12 @@ class Value(Symbol):
         self.name = name  # of an input
         self.base = base if base is not None else self
         self.offset = offset
+        self.row_stride = row_stride
 
     def __repr__(self) -> str:
+        if self.row_stride is not None:
+            first = self.offset % self.row_stride
+            return f"{self.base!r}[:, {first}:{first + self.spec.size // max(len(self), 1)}]"
         if self.is_part:
             return f"{self.base!r}[{self.offset}:{self.offset + self.spec.size}]"
         return f"%{self.name}" if self.node is None else f"%{self.node.op.name}.{self.node.number}"

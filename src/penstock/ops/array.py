@@ -144,12 +144,30 @@ def shaped(memory: Any, spec: Spec) -> Any:
     return memory.view(getattr(torch, spec.dtype)).reshape(spec.shape)
 
 
-def part(memory: Any, start: int, shape: tuple[int, ...], dtype: str) -> Any:
-    """An array of this shape and dtype from byte `start` of memory (NumPy or torch uint8) on, without a copy."""
+def part(memory: Any, start: int, shape: tuple[int, ...], dtype: str, row_stride: int | None = None) -> Any:
+    """An array of this shape and dtype from byte `start` of memory (NumPy or torch uint8) on, without a copy.
+
+    row_stride: elements from one row to the next, None: those of a row.
+    """
+    if row_stride is not None:
+        T, width = shape[0], Spec(shape[1:], dtype).size
+        rows = part(memory, start, (max(0, (T - 1) * row_stride + width) if T else 0,), dtype)
+        return columns_of(rows, shape, row_stride)
     if isinstance(memory, np.ndarray):
         return np.ndarray(shape, numpy_dtype(dtype), memory, start)  # a third of the time of slices and views
     spec = Spec(shape, dtype)
     return shaped(memory[start : start + spec.size * ITEMSIZE[dtype]], spec)
+
+
+def columns_of(flat: Any, shape: tuple[int, ...], row_stride: int) -> Any:
+    """The first columns of rows that lie so many elements apart in a flat array, in this shape, without a copy."""
+    inner = [1]
+    for size in reversed(shape[2:]):
+        inner.insert(0, inner[0] * size)
+    strides = (row_stride, *inner)[: len(shape)]
+    if isinstance(flat, np.ndarray):
+        return np.lib.stride_tricks.as_strided(flat, shape, [step * flat.itemsize for step in strides])
+    return flat.as_strided(shape, strides)
 
 
 def is_contiguous(array: Any) -> bool:

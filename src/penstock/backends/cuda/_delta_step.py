@@ -6,6 +6,7 @@ it has ended. Which of them, by rows: DELTA_STEP in `_tuning.py`.
 """
 
 import functools
+from collections import namedtuple
 
 import torch
 import triton
@@ -17,6 +18,9 @@ from penstock.backends.cuda._recurrence import gates_of, moved_on, token_of
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import DELTA_HINTS, DELTA_STEP, DeltaStep
 from penstock.ops.op import deterministic
+
+# Numbers from one row to the next in what comes from the projections of a layer, which may be columns of one product.
+RowSteps = namedtuple("RowSteps", "x alpha beta")
 
 # -- gates -----------------------------------------------------------------------------------------------------------
 
@@ -125,7 +129,7 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
 # mix      y = silu(conv1d(x)) of a row, its q and k heads divided by their lengths (q by sqrt(Dk) too); the rows kept
 #          for the convolution move on; g and b as in gdn_decay_beta
 # shapes   x, y [B, C], C = 2 Hk Dk + Hv Dv; kept [S, depth, C], its first W - 1 rows; weight [C, W]; alpha, beta, g,
-#          b [B, Hv]; slots [B]; where CHANNELS alpha, g [B, Hv, Dk]
+#          b [B, Hv]; slots [B]; where CHANNELS alpha, g [B, Hv, Dk]; rows of x, alpha and beta `steps` apart
 # grid     (B, 2 Hk + Hv): one program owns a head of q, k or v; those of v have the gates of their head
 # bytes    B * C * (2 + 2 * (W - 1)) * itemsize and the weight
 # limits   a head is at most 16384 wide
@@ -135,7 +139,7 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["slots"])
 def _mix_kernel(
     x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, y_ptr, g_ptr, b_ptr,
-    slots, depth, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    slots, depth, steps, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
@@ -160,20 +164,22 @@ def _mix_kernel(
         gdc_wait()
         gdc_launch_dependents()
     slot = tl.load(slots_ptr + row, cache_modifier=".cg").to(tl.int64)
-    rows = _rows_of(x_ptr + row * C, kept_ptr + seen * depth * C, c, live, i < tl.where(seen >= 0, wide, 0), C, W)
+    x_ptr += row * steps.x
+    rows = _rows_of(x_ptr, kept_ptr + seen * depth * C, c, live, i < tl.where(seen >= 0, wide, 0), C, W)
     taps = _taps_of(weight_ptr, c, live, W)
     own = tl.maximum(head, 0)
     at = row * Hv + own
-    A, beta = tl.load(A_log_ptr + own).to(tl.float32), tl.load(beta_ptr + at).to(tl.float32)
+    alpha_ptr += row * steps.alpha
+    A, beta = tl.load(A_log_ptr + own).to(tl.float32), tl.load(beta_ptr + row * steps.beta + own).to(tl.float32)
     if CHANNELS:
         bias = tl.load(dt_bias_ptr + own * Dk + i, mask=i < Dk, other=0.0).to(tl.float32)
-        alpha = tl.load(alpha_ptr + at * Dk + i, mask=i < Dk, other=0.0).to(tl.float32)
+        alpha = tl.load(alpha_ptr + own * Dk + i, mask=i < Dk, other=0.0).to(tl.float32)
     else:
-        bias, alpha = tl.load(dt_bias_ptr + own).to(tl.float32), tl.load(alpha_ptr + at).to(tl.float32)
+        bias, alpha = tl.load(dt_bias_ptr + own).to(tl.float32), tl.load(alpha_ptr + own).to(tl.float32)
     active = (slot >= 0) & (slot < slots)
     moved = i < tl.where(active, wide, 0)
     if slot != seen:
-        rows = _rows_of(x_ptr + row * C, kept_ptr + slot * depth * C, c, live, moved, C, W)
+        rows = _rows_of(x_ptr, kept_ptr + slot * depth * C, c, live, moved, C, W)
     y = _convolved(rows, taps, W)
     _shift(rows, kept_ptr + slot * depth * C, c, moved, C, W)
     if part < Hk:
@@ -248,7 +254,8 @@ def _store_part(tile, S, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
 
 # step      silu(conv1d(x)) of a head's channels, q and k divided by their lengths, g and b (as `mix`), `recurrence` of
 #           one token and, of its y rounded, out = y * rinv(y) * act(z) * norm
-# shapes    as in `mix` and `recurrence`; z, out [B, Hv, Dv]; norm [Dv]; arrived int32 [S, Hk], 0 before and after
+# shapes    as in `mix` and `recurrence`; z, out [B, Hv, Dv], rows of z z_step apart; norm [Dv]; arrived int32 [S, Hk],
+#           0 before and after
 # grid      (B * Hv,): one program owns the state of a head, PARTS * ROWS value rows, ROWS at a time and the next ones
 #           under way
 # bytes     2 * B * Hv * Dv * Dk * itemsize for the state, read and written once, and those of `mix`
@@ -261,7 +268,7 @@ def _store_part(tile, S, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
 @triton.jit(do_not_specialize=["slots"])
 def _step_kernel(
     x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, arrived_ptr, state_ptr,
-    z_ptr, norm_ptr, out_ptr, slots, depth, unit_eps, eps,
+    z_ptr, norm_ptr, out_ptr, slots, depth, steps, z_step, unit_eps, eps,
     Hk: tl.constexpr, Hv: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, W: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, LINE: tl.constexpr,
     LOAD: tl.constexpr, STORE: tl.constexpr, PREFETCH: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
@@ -302,23 +309,24 @@ def _step_kernel(
     cols = LINE * tl.arange(0, WIDE)[:, None, None] + tl.arange(0, LINE)[None, None, :]
     tile = state_ptr + (slot * Hv + head) * Dv * Dk + (rows * Dk + cols)
     S = _load_part(tile, (rows < Dv) & (cols < Dk), EXACT, LOAD)
-    z = tl.load(z_ptr + at * Dv + value, mask=value < Dv, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + token * z_step + head * Dv + value, mask=value < Dv, other=0.0).to(tl.float32)
     norm = tl.load(norm_ptr + value, mask=value < Dv, other=0.0).to(tl.float32)
 
-    x_ptr += token * C
+    x_ptr += token * steps.x
+    alpha_ptr += token * steps.alpha
     kept_ptr += slot * depth * C
     i = tl.arange(0, DK)
     c = key * Dk + i
     last = slot >= 0
     A = tl.load(A_log_ptr + head).to(tl.float32)
     if CHANNELS:
-        alpha = tl.load(alpha_ptr + at * Dk + i, mask=i < Dk, other=0.0).to(tl.float32)
+        alpha = tl.load(alpha_ptr + head * Dk + i, mask=i < Dk, other=0.0).to(tl.float32)
         g = decay(alpha, A, tl.load(dt_bias_ptr + head * Dk + i, mask=i < Dk, other=0.0).to(tl.float32))
         g = tl.reshape(g, (WIDE, LINE))[:, None, :]
     else:
-        alpha = tl.load(alpha_ptr + at).to(tl.float32)
+        alpha = tl.load(alpha_ptr + head).to(tl.float32)
         g = decay(alpha, A, tl.load(dt_bias_ptr + head).to(tl.float32))
-    b = sigmoid(tl.load(beta_ptr + at).to(tl.float32))
+    b = sigmoid(tl.load(beta_ptr + token * steps.beta + head).to(tl.float32))
     q = _convolved_here(x_ptr, kept_ptr, weight_ptr, c, i < Dk, C, W)
     k = _convolved_here(x_ptr, kept_ptr, weight_ptr, Hk * Dk + c, i < Dk, C, W)
     v = _convolved_here(x_ptr, kept_ptr, weight_ptr, v_first + value, value < Dv, C, W)
@@ -355,7 +363,7 @@ def _step_kernel(
 
 
 # head      `recurrence` of one token behind `mix` and, of its y rounded, out = y * rinv(y) * act(z) * norm
-# shapes    as in `recurrence`; z, out [B, Hv, Dv]; norm [Dv]
+# shapes    as in `recurrence`; z, out [B, Hv, Dv], rows of z z_step apart; norm [Dv]
 # grid      (B, Hv): one program owns the state of a head
 # bytes     2 * B * Hv * Dv * Dk * itemsize for the state, read and written once
 # limits    Dv * Dk, each up to a power of two, at most 16384: the state lies in the registers of a program
@@ -364,7 +372,7 @@ def _step_kernel(
 # before itself: so it asks for those before it waits.
 @triton.jit
 def _head_kernel(
-    state_ptr, qkv_ptr, g_ptr, b_ptr, z_ptr, norm_ptr, slots_ptr, out_ptr, slots, Hk, Hv, Dk, Dv, eps,
+    state_ptr, qkv_ptr, g_ptr, b_ptr, z_ptr, norm_ptr, slots_ptr, out_ptr, slots, z_step, Hk, Hv, Dk, Dv, eps,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -379,7 +387,7 @@ def _head_kernel(
     tile = state_ptr + ((slot * Hv + head) * Dv + rows[:, None, None]) * Dk + cols
     S = tl.load(tile, mask=moved, other=0.0).to(tl.float32)
     at = (token * Hv + head) * Dv + rows
-    z = tl.load(z_ptr + at, mask=rows < Dv, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + token * z_step + head * Dv + rows, mask=rows < Dv, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + rows, mask=rows < Dv, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
@@ -425,17 +433,21 @@ def takes_steps(Dk: int, Dv: int) -> bool:
     return _tile(Dk, Dv, 4, 1, 1) is not None
 
 
+def row_steps(qkv: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor) -> RowSteps:
+    return RowSteps(*(rows.stride(0) for rows in (qkv, alpha, beta)))
+
+
 def mix(
     qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk: int, Hv: int, Dk: int, Dv: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y [B, C] in qkv's dtype, g like alpha and b [B, Hv], float32; the rows kept in conv_state move on."""
     B = len(qkv)
-    y = torch.empty_like(qkv)
+    y = qkv.new_empty(qkv.shape)
     g, b = (qkv.new_empty(like.shape, dtype=torch.float32) for like in (alpha, beta))
     _mix_kernel[(B, 2 * Hk + Hv)](
-        qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, y, g, b, *conv_state.shape[:2], Hk, Hv, Dk,
-        Dv, 1e-6, W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), CHANNELS=alpha.ndim == 3,
-        num_warps=1, **pdl_options(),
+        qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, y, g, b, *conv_state.shape[:2],
+        row_steps(qkv, alpha, beta), Hk, Hv, Dk, Dv, 1e-6, W=conv_weight.shape[1],
+        BLOCK=triton.next_power_of_2(max(Dk, Dv)), CHANNELS=alpha.ndim == 3, num_warps=1, **pdl_options(),
     )  # fmt: skip
     return y, g, b
 
@@ -451,8 +463,8 @@ def step(
         y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv)
         rows, wide = triton.next_power_of_2(Dv), triton.next_power_of_2(triton.cdiv(Dk, 32))
         _head_kernel[(B, Hv)](
-            state, y, g, b, z, norm_weight, slots, out, S, Hk, Hv, Dk, Dv, eps, GROUP=Hv // Hk, ROWS=rows, WIDE=wide,
-            CHANNELS=alpha.ndim == 3, ACT=act, num_warps=max(1, min(8, rows * wide // 64)), **pdl_options(),
+            state, y, g, b, z, norm_weight, slots, out, S, z.stride(0), Hk, Hv, Dk, Dv, eps, GROUP=Hv // Hk, ROWS=rows,
+            WIDE=wide, CHANNELS=alpha.ndim == 3, ACT=act, num_warps=max(1, min(8, rows * wide // 64)), **pdl_options(),
         )  # fmt: skip
         return
     found = _tile(Dk, Dv, state.element_size(), choice.parts, choice.warps)
@@ -463,7 +475,7 @@ def step(
     registers = max(choice.registers, 160) if alpha.ndim == 3 else choice.registers  # decays would spill 176 bytes
     _step_kernel[(B * Hv,)](
         qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, arrived, state, z, norm_weight, out,
-        S, conv_state.shape[1], 1e-6, eps, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, W=conv_weight.shape[1], **tile, LOAD=load,
-        STORE=store, PREFETCH=choice.prefetch, CHANNELS=alpha.ndim == 3, ACT=act, num_warps=warps,
-        maxnreg=registers, **pdl_options(),
+        S, conv_state.shape[1], row_steps(qkv, alpha, beta), z.stride(0), 1e-6, eps, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv,
+        W=conv_weight.shape[1], **tile, LOAD=load, STORE=store, PREFETCH=choice.prefetch, CHANNELS=alpha.ndim == 3,
+        ACT=act, num_warps=warps, maxnreg=registers, **pdl_options(),
     )  # fmt: skip

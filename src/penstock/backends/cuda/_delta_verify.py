@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock import ops
-from penstock.backends.cuda._delta_step import decay
+from penstock.backends.cuda._delta_step import decay, row_steps
 from penstock.backends.cuda._launch import pdl_options, prefetch_lines, sigmoid
 from penstock.backends.cuda._recurrence import gates_of, moved_on, recurrence_tile, token_of
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import DELTA_AHEAD
+from penstock.backends.cuda.norm import gated_rms_norm
 
 TOKENS = 8  # of a run that a program convolves at once
 
@@ -59,8 +59,9 @@ def _unit_rows(y, scale, eps, dtype: tl.constexpr):
 #              ones, and the run's come behind them, its gates into `gates`, if it is kept, keep[n] != 0; else they move
 #              on by the run
 # shapes       x, y [T, C], C = 2 Hk Dk + Hv Dv; kept [S, W - 1 + K, C]; weight [C, W]; alpha, beta, g, b [T, Hv];
-#              old [B, K, C] in kept's dtype, old_g, old_b float32 [B, K, Hv]; gates float32 [S, K, 2, Hv] or None;
-#              starts int32 [B + 1] or None: a row each; slots, keep, accepted int32 [B], the last two None: 0
+#              rows of x, alpha and beta `steps` apart; old [B, K, C] in kept's dtype, old_g, old_b float32 [B, K, Hv];
+#              gates float32 [S, K, 2, Hv] or None; starts int32 [B + 1] or None: a row each; slots, keep, accepted
+#              int32 [B], the last two None: 0
 # grid         (B, 2 Hk + Hv): one program owns a head of q, k or v of a sequence; those of v have the gates of it
 # bytes        (T + B (W - 1)) * C * itemsize three times, and the weight
 # limits       a head is at most 16384 wide; W at most TOKENS
@@ -70,8 +71,8 @@ def _unit_rows(y, scale, eps, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "B", "slots"])
 def _mix_runs_kernel(
     x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, gates_ptr, starts_ptr, slots_ptr,
-    keep_ptr, accepted_ptr, y_ptr, g_ptr, b_ptr, old_ptr, old_g_ptr, old_b_ptr, T, B, slots, depth, Hk, Hv, Dk, Dv, eps,
-    W: tl.constexpr, ROOM: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    keep_ptr, accepted_ptr, y_ptr, g_ptr, b_ptr, old_ptr, old_g_ptr, old_b_ptr, T, B, slots, depth, steps, Hk, Hv, Dk,
+    Dv, eps, W: tl.constexpr, ROOM: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     kept_dtype: tl.constexpr = kept_ptr.dtype.element_ty
@@ -92,12 +93,12 @@ def _mix_runs_kernel(
     K = depth - (W - 1)
     accepted, keep, count = _count(accepted_ptr, n, K), _count(keep_ptr, n, depth), high - low
     kept_ptr += slot * depth * C + c[None, :]
-    x_ptr += low * C + c[None, :]
+    x_ptr += low * steps.x + c[None, :]
 
     last = tl.arange(0, TOKENS)[:, None] + tl.where(keep > 0, 0, count)  # of the rows that the convolution keeps
     held = (tl.arange(0, TOKENS) < W - 1)[:, None] & live[None, :]
     before = tl.load(kept_ptr + (accepted + last) * C, mask=held & (last < W - 1), other=0.0)
-    behind = tl.load(x_ptr + (last - (W - 1)) * C, mask=held & (last >= W - 1), other=0.0)
+    behind = tl.load(x_ptr + (last - (W - 1)) * steps.x, mask=held & (last >= W - 1), other=0.0)
     rows = tl.where(last < W - 1, before, behind.to(kept_dtype))
 
     place = tl.arange(0, ROOM)
@@ -121,13 +122,13 @@ def _mix_runs_kernel(
         t = start + tl.arange(0, TOKENS)
         some = (t < count)[:, None] & live[None, :]
         total = tl.zeros((TOKENS, BLOCK), tl.float32)
-        new = tl.load(x_ptr + t[:, None] * C, mask=some, other=0.0)
+        new = tl.load(x_ptr + t[:, None] * steps.x, mask=some, other=0.0)
         for j in tl.static_range(W):
             tap = tl.load(weight_ptr + c * W + j, mask=live, other=0.0).to(tl.float32)
             if j < W - 1:
                 row = (t + (j - (W - 1)))[:, None]
                 first = tl.load(kept_ptr + (accepted + row + (W - 1)) * C, mask=some & (row < 0), other=0.0)
-                own = tl.load(x_ptr + row * C, mask=some & (row >= 0), other=0.0)
+                own = tl.load(x_ptr + row * steps.x, mask=some & (row >= 0), other=0.0)
                 x = tl.where(row < 0, first.to(tl.float32), own.to(tl.float32))
             else:
                 x = new.to(tl.float32)
@@ -136,11 +137,12 @@ def _mix_runs_kernel(
         if head < 0:
             y = _unit_rows(y, scale, eps, dtype)
         mine = t < tl.where(head >= 0, count, 0)
-        token = (low + t) * Hv + tl.maximum(head, 0)
-        alpha = tl.load(alpha_ptr + token, mask=mine, other=0.0).to(tl.float32)
-        beta = tl.load(beta_ptr + token, mask=mine, other=0.0).to(tl.float32)
-        A = tl.load(A_log_ptr + tl.maximum(head, 0)).to(tl.float32)
-        g, b = decay(alpha, A, tl.load(dt_bias_ptr + tl.maximum(head, 0)).to(tl.float32)), sigmoid(beta)
+        own_head = tl.maximum(head, 0)
+        token = (low + t) * Hv + own_head
+        alpha = tl.load(alpha_ptr + (low + t) * steps.alpha + own_head, mask=mine, other=0.0).to(tl.float32)
+        beta = tl.load(beta_ptr + (low + t) * steps.beta + own_head, mask=mine, other=0.0).to(tl.float32)
+        A = tl.load(A_log_ptr + own_head).to(tl.float32)
+        g, b = decay(alpha, A, tl.load(dt_bias_ptr + own_head).to(tl.float32)), sigmoid(beta)
         tl.store(y_ptr + (low + t[:, None]) * C + c[None, :], rounded(y, dtype), mask=some)
         tl.store(g_ptr + token, g, mask=mine)
         tl.store(b_ptr + token, b, mask=mine)
@@ -219,14 +221,14 @@ def verify(
     T, B, (S, Hv, Dv, Dk), W = len(qkv), len(slots), state.shape, conv_weight.shape[1]
     depth = conv_state.shape[1]
     K = depth - (W - 1)
-    y, g, b = torch.empty_like(qkv), *(qkv.new_empty((T, Hv), dtype=torch.float32) for _ in range(2))
+    y, g, b = qkv.new_empty(qkv.shape), *(qkv.new_empty((T, Hv), dtype=torch.float32) for _ in range(2))
     old = conv_state.new_empty((B, max(1, K), qkv.shape[1]))
     old_gates = [qkv.new_empty((B, max(1, K), Hv), dtype=torch.float32) for _ in range(2)]
     where, pdl = (starts, slots, keep, accepted), pdl_options()
     _mix_runs_kernel[(B, 2 * Hk + Hv)](
         qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, gates, *where, y, g, b, old, *old_gates, T, B, S,
-        depth, Hk, Hv, Dk, Dv, 1e-6, W=W, ROOM=triton.next_power_of_2(max(1, K)), TOKENS=TOKENS,
-        BLOCK=triton.next_power_of_2(max(Dk, Dv)), num_warps=4, **pdl,
+        depth, row_steps(qkv, alpha, beta), Hk, Hv, Dk, Dv, 1e-6, W=W, ROOM=triton.next_power_of_2(max(1, K)),
+        TOKENS=TOKENS, BLOCK=triton.next_power_of_2(max(Dk, Dv)), num_warps=4, **pdl,
     )  # fmt: skip
     rows, wide, warps = recurrence_tile(Dk, Dv)
     _verify_kernel[(B + 1, Hv, triton.cdiv(Dv, rows))](
@@ -234,7 +236,7 @@ def verify(
         AHEAD=DELTA_AHEAD, num_warps=warps, **pdl,
     )  # fmt: skip
     if T:
-        ops.gated_rms_norm(out, z, norm_weight, eps, act, out=out)
+        gated_rms_norm(out, z, norm_weight, eps, act, out=out)
 
 
 def takes_runs(W: int) -> bool:

@@ -17,7 +17,7 @@ from penstock.ops.op import deterministic
 _Arrays = namedtuple(
     "_Arrays", "q k v q_w k_w q_b k_b v_b inv_freq positions table sequence q_out gate k_pages v_pages"
 )
-_Sizes = namedtuple("_Sizes", "H heads D half page pages entries mscale eps")
+_Sizes = namedtuple("_Sizes", "H heads D half page pages entries q_step k_step v_step mscale eps")
 _Constants = namedtuple("_Constants", "EACH NORM_VALUES TOKENS HALF PIECES")
 _MlaArrays = namedtuple("_MlaArrays", "q kv w inv_freq positions table sequence q_nope q_pe latent rope")
 _MlaSizes = namedtuple("_MlaSizes", "H nope half R page pages entries mscale eps")
@@ -109,10 +109,11 @@ def _row_in_pages(a, t, p, live, lines, n, EACH: tl.constexpr):
 # prepare   q_out[t, h] = rope(n(q[t, h], q_w)), gate[t, h] behind it in q if there is one; row p of the pages likewise
 #           rope(n(k[t, h], k_w)), and v[t, h] or k[t, h], with NORM_VALUES n(v[t, h], 1). Without weights no
 #           norm n. Biases are added to q, k and v first, rounded to their dtype
-# shapes    q [T, H, D or 2D], q_out, gate [T, H, D], k, v [T, heads, D], pages [pages * page, heads, D]; biases [H,
-#           D or 2D], [heads, D]; inv_freq [half]; p = positions[t] if EACH, else start + t (start: positions[0] where
-#           it is on the device); table int32, `entries` for each of `lines` sequences: that of sequence[t], or t. A row
-#           of a negative p gives 0; rows outside of the pages, and those of no sequence, are not written
+# shapes    q [T, H, D or 2D], q_out, gate [T, H, D], k, v [T, heads, D], pages [pages * page, heads, D]; rows of q, k
+#           and v q_step, k_step and v_step apart; biases [H, D or 2D], [heads, D]; inv_freq [half]; p = positions[t] if
+#           EACH, else start + t (start: positions[0] where it is on the device); table int32, `entries` for each of
+#           `lines` sequences: that of sequence[t], or t. A row of a negative p gives 0; rows outside of the pages, and
+#           those of no sequence, are not written
 # grid      (ceil(T / TOKENS), H + heads): TOKENS rows of a head of q, or of k and v
 # bytes     q, k and v in, the same out
 # limits    D <= 16384; a head is cut in PIECES of HALF columns as in `rope`
@@ -128,7 +129,7 @@ def _prepare_kernel(a, T, start, lines, n, C: tl.constexpr, PDL: tl.constexpr):
     inv_freq = tl.load(a.inv_freq + i, mask=i < n.half, other=0.0)
     if h < n.H:
         wide = n.D if a.gate is None else 2 * n.D
-        rows = a.q + (t * n.H + h) * wide
+        rows = a.q + t * n.q_step + h * wide
         head = _load_head(rows, a.q_b, h * wide, live, n.half, n.D, C.HALF, PIECES)
         if a.gate is not None:
             gate = _load_head(rows + n.D, a.q_b, h * wide + n.D, live, n.half, n.D, C.HALF, PIECES)
@@ -143,12 +144,11 @@ def _prepare_kernel(a, T, start, lines, n, C: tl.constexpr, PDL: tl.constexpr):
         _store_head(a.q_out + (t * n.H + h) * n.D, y, live, n.half, n.D, C.HALF, PIECES)
     else:
         h -= n.H
-        place = (t * n.heads + h) * n.D
-        head = _load_head(a.k + place, a.k_b, h * n.D, live, n.half, n.D, C.HALF, PIECES)
+        head = _load_head(a.k + t * n.k_step + h * n.D, a.k_b, h * n.D, live, n.half, n.D, C.HALF, PIECES)
         if a.v is None:
             value = head
         else:
-            value = _load_head(a.v + place, a.v_b, h * n.D, live, n.half, n.D, C.HALF, PIECES)
+            value = _load_head(a.v + t * n.v_step + h * n.D, a.v_b, h * n.D, live, n.half, n.D, C.HALF, PIECES)
         row, live = _row_in_pages(a, t, p, live, lines, n, C.EACH)
         place = (row * n.heads + h) * n.D
         if C.NORM_VALUES:
@@ -193,7 +193,8 @@ def prepare(
     tokens, *pieces, warps = _tile(D, half, T <= PREPARE_ONE and not deterministic())
     where = inv_freq, positions if given else None, block_table, sequence
     arrays = _Arrays(q, k, v, *norms, *biases, *where, *out, *pages)
-    n = _Sizes(H, heads, D, half, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1], mscale, eps)
+    steps = q.stride(0), k.stride(0), 0 if v is None else v.stride(0)
+    n = _Sizes(H, heads, D, half, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1], *steps, mscale, eps)
     C = _Constants(given and positions.ndim == 1, norm_values, tokens, *pieces)
     grid = (triton.cdiv(T, tokens), H + heads)
     _prepare_kernel[grid](

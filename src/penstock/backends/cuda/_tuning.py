@@ -208,11 +208,11 @@ MOE_GROUPED = 1  # pairs per expert up to which they are taken one by one
 # 162 µs instead of 183 at T = 32, and 53 instead of 54 at T = 8.
 MOE_IN_TURN = 3  # experts per pair up to which pairs are sorted
 # Tokens up to which gate and up choose their experts from the router's logits: 8 layers and the head of Qwen3.6-35B-A3B
-# at one token 315 µs, with a choice at the end of the router's launch 336.
-MOE_CHOOSES = 1
+# at one token 315 µs, with a choice at the end of the router's launch 336. 2 to 4 tokens are unmeasured.
+MOE_CHOOSES = 4
 # Blocks of all routed experts of a token with which down has a warp for each, all of which share the common expert:
-# with 8 the same step takes 313.6 µs instead of 315.4. 4 are unmeasured.
-SHARED_DOWN = (4, 8)
+# with 8 the same step takes 313.6 µs instead of 315.4. 4 are unmeasured, and so are several tokens, up to so many.
+SHARED_DOWN, SHARED_DOWN_TOKENS = (4, 8), 4
 MOE_NORMED = 4096  # widest row that every program norms for itself: at 7168 73 µs against 62 and 1.6 for a norm
 
 # Products of 2 rows and more by lanes, the first row that fits. In µs on an H200, [12352, 2048] and [2048, 4096]: 8

@@ -18,6 +18,7 @@ from penstock.backends.cuda._delta_verify import takes_runs, verify
 from penstock.backends.cuda._launch import sigmoid
 from penstock.backends.cuda._recurrence import commit_states, recur, recur_runs
 from penstock.backends.cuda._tuning import DELTA_STEPS
+from penstock.backends.cuda.norm import gated_rms_norm
 from penstock.ops.op import deterministic, kernel
 
 # -- convolution -----------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def gated_delta_step(
         return
     y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv)
     recur(state, y, g, b, slots, out, Hk, Hv, Dk, Dv)
-    ops.gated_rms_norm(out, z, norm_weight, eps, act, out=out)
+    gated_rms_norm(out, z, norm_weight, eps, act, out=out)
 
 
 @kernel(ops.gated_delta_verify, device="cuda")
@@ -219,9 +220,10 @@ def gated_delta_verify(
         verify(qkv, z, alpha, beta, conv_state, state, *runs, *weights, Hk, eps, act, out)
         return
     delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk)
+    qkv, alpha, beta = (rows.contiguous() for rows in (qkv, alpha, beta))  # no model's convolution is that wide
     y = ops.conv1d_causal(qkv, conv_state, conv_weight, slots, starts)
     ops.conv1d_state_update(conv_state, qkv, slots, starts, keep, conv_weight.shape[1])
     y = ops.rms_norm_qk(y, Hk, Dk, Hk * Dk)
     g, b = ops.gdn_decay_beta(alpha, beta, A_log, dt_bias)
     ops.gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, "step", 16, slots, starts, keep, gates, out=out)
-    ops.gated_rms_norm(out, z, norm_weight, eps, act, out=out)
+    gated_rms_norm(out, z, norm_weight, eps, act, out=out)

@@ -17,7 +17,7 @@ from penstock.backends.cuda._chosen import chosen_gate_up
 from penstock.backends.cuda._few_rows import expert_products, expert_tiles, refused, takes
 from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_gate_up, grouped_mlp, grouped_product
 from penstock.backends.cuda._launch import clamped_swiglu, flat_rows, pdl_options, sigmoid, wait_for_previous
-from penstock.backends.cuda._matvec import same_codes
+from penstock.backends.cuda._matvec import passes_over, same_codes
 from penstock.backends.cuda._matvec_experts import (
     alike,
     clamped_gate_up_rows,
@@ -487,7 +487,8 @@ def moe_route_forward(
     experts = [each for each in (gate_w, up_w, down_w) if each is not None]
     chooses = router(E, top_k, 0, 0, -1.0, propagate_nan)
     T = ids.numel() // top_k
-    joint = T <= MOE_CHOOSES and _by_rows(None, T, top_k, E) and _joins(experts, [own, own_up, shared_down_w])
+    joint = min(MOE_CHOOSES, passes_over(normed.dtype, w)) >= T and _by_rows(None, T, top_k, E)
+    joint = joint and _joins(experts, [own, own_up, shared_down_w])
     if chooses is None or not joint or deterministic():
         routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, True, fetch, dtype, None)
         moe_norm_route(x, norm_weight, w, *routing, out=(normed, ids, weights, score))

@@ -40,6 +40,7 @@ def _pair(share: Tile, rows: int) -> Tile:
 # bytes     itemsize · rows · dim · (max(K, 1) + 1 + one for each of before, after, sum that is given)
 # limits    BLOCK ≥ dim, a power of two; sum and y may lie over x, before or after
 #
+# EVERY > 0: so many rows of after lie side by side, the next ones after_step further.
 # PDL: its weight comes to the L2 cache before it waits.
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
@@ -56,8 +57,10 @@ def _norm_kernel(
     dim,
     eps,
     number,
+    after_step,
     K: tl.constexpr,
     AFTER: tl.constexpr,
+    EVERY: tl.constexpr,
     STEP: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -77,7 +80,10 @@ def _norm_kernel(
     if before_ptr is not None:
         v += tl.load(before_ptr + at, mask=live, other=0.0).to(tl.float32)
     if AFTER != "nothing":  # this and the vectors are loaded before the sums are waited for
-        after = tl.load(after_ptr + at, mask=live, other=0.0).to(tl.float32)
+        beside = at
+        if EVERY > 0:
+            beside = (row // EVERY * after_step + row % EVERY * dim)[:, None] + col[None, :]
+        after = tl.load(after_ptr + beside, mask=live, other=0.0).to(tl.float32)
     if w_ptr is not None:
         w = vector(w_ptr, col, dim)
     if AFTER == "norm":
@@ -129,6 +135,8 @@ def _norm(
         share = _pair(share, rows)
     factor, number, step = _scalar(scalar)
     k = 0 if slots is None else slots.shape[1]
+    apart = after is not None and not after.is_contiguous()
+    every, after_step = (after[0].numel() // dim, after.stride(0)) if apart else (0, 0)
     _norm_kernel[(triton.cdiv(rows, share.R),)](
         x,
         slots,
@@ -143,8 +151,10 @@ def _norm(
         dim,
         eps,
         number,
+        after_step,
         K=k,
         AFTER=how,
+        EVERY=every,
         STEP=step,
         R=share.R,
         BLOCK=share.BLOCK,
