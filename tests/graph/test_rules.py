@@ -45,7 +45,7 @@ FIRES: dict[str, tuple[str, tuple[str, ...], str, int]] = {
     "matmul_add": ("llama-tied", ("cuda",), "decode", 8),
     "experts_add": ("gpt_oss", ("cuda",), "decode", 2),
     "moe_norm_route": ("gpt_oss", ("cuda",), "decode", 1),
-    "moe_route_forward": ("qwen3_5", ("cuda",), "decode", 8),
+    "moe_route_forward": ("qwen3_5", ("cuda",), "decode", 4),
     "norm_matmul": ("llama-tied", ("cuda",), "decode", 8),
 }
 

@@ -59,7 +59,9 @@ _PREPARED = (1, 2, 4, 8)  # sequences, and drafts of each, of steps that the dev
 _DRAFTED = (1, 3)
 POSITIONS_TO_PREPARE = 128
 _SHORT = 4  # pages: a token of Qwen3.6-35B-A3B on an H200 takes 20 µs less than with a table of full width
-_FEW = 8  # rows up to which products take norms and sums in: see graph/fuse_cuda.py
+# Rows up to which experts are chosen inside their products, and up to which products take norms and sums in: see
+# graph/fuse_cuda.py.
+_CHOOSING, _FEW = 4, 8
 _HIDDEN = "hidden"  # in place of a mode: the head is the final norm alone
 _WHOLE = ("greedy", "plain")  # modes in which answers and their draw are captured in one piece
 _DRAWN = ("wanted", "draw_at", "draw_slots")
@@ -418,14 +420,14 @@ class BucketedSteps:
         return SegmentedRunner(device, segments, experts, detector, layers, self._inputs.unpack)
 
     def _kind(self, bucket: Bucket) -> SizedProgram:
-        """Sizes with the same nodes: one row, those up to which products are joined, and take norms in."""
+        """Sizes with the same nodes: one row, those up to which products are joined, take norms in, choose experts."""
         programs, rows = self._programs, bucket.rows
         joined = self._device.joins
         if bucket.keeps:
-            least, most = next(span for span in _spans((_FEW, joined, MIXED[-1])) if span[1] >= rows)
+            least, most = next(span for span in _spans((_CHOOSING, _FEW, joined, MIXED[-1])) if span[1] >= rows)
             least = max(2, least)
         elif bucket.answers:
-            least, most = next(span for span in _spans((1, _FEW, joined, self.answers[-1])) if span[1] >= rows)
+            least, most = next(span for span in _spans((1, _CHOOSING, _FEW, joined, self.answers[-1])) if span[1] >= rows)
             most = min(most, self.answers[-1])
         else:
             least, most = (MIXED[0], joined) if rows <= joined else (joined + 1, MIXED[-1])

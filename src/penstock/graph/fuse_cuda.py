@@ -208,12 +208,13 @@ def _flat(x: Value) -> Value:
 # -- inside products of few rows, which wait for memory and have time to spare ---------------------------------------
 
 FEW = 8  # rows
+CHOOSING = 4  # rows up to which experts are chosen where their first products are made
 
 _PRODUCTS = (ops.quantized_matmul, ops.matmul)
 
 
-def _few(x: Value) -> bool:
-    return x.spec.size <= FEW * x.shape[-1]
+def _few(x: Value, most: int = FEW) -> bool:
+    return x.spec.size <= most * x.shape[-1]
 
 
 @rule(ops.residual_add, devices=CUDA)
@@ -289,12 +290,12 @@ _EXPERTS = ("residual", "gate_w", "up_w", "down_w", "shared_gate_w", "shared_up_
 @rule(ops.moe_shared_forward, devices=CUDA)
 def moe_route_forward(match: Match, node: Node) -> Candidates:
     """moe_shared_forward(r, h, ids, w, …) of what moe_norm_route(x, …) would give → moe_route_forward(r, x, …), for
-    few rows
+    up to CHOOSING rows
 
     Experts that may be absent keep their router: what brings them has to see its choice first.
     """
     plain = match.maker(node["ids"], ops.moe_route)
-    offer = _with_product(match, plain) if plain is not None and _few(node["x"]) else None
+    offer = _with_product(match, plain) if plain is not None and _few(node["x"], CHOOSING) else None
     if offer is None or offer.node["logit_bias"] is not None or node["slot_of"] is not None:
         return
     route = offer.node
