@@ -50,9 +50,11 @@ class Way:
         before = [(module, name, getattr(module, name)) for module, name, _ in self.patches]
         for module, name, value in self.patches:
             setattr(module, name, value)
-        yield
-        for module, name, value in before:
-            setattr(module, name, value)
+        try:
+            yield
+        finally:
+            for module, name, value in before:
+                setattr(module, name, value)
 
 
 ROUTER = ("moe_route_forward",)
@@ -67,21 +69,23 @@ WAYS = {
 
 
 class Step:
-    """One row of a model with made-up weights, at some depth."""
+    """A decode step of a model with made-up weights: a token of each of `rows` sequences, at some depth."""
 
-    def __init__(self, model: str, layers: int, depth: int) -> None:
+    def __init__(self, model: str, layers: int, depth: int, rows: int = 1) -> None:
         _, raw = taken_layers(resolve_model(model, ANY), layers)
         assert raw is not None
         self.engine = api.load_random(raw, device="cuda", max_context=depth + 16, on_device=True).engine
         self.device = self.engine.device
-        self.engine.allocate_for([(1, depth + 1)])
-        sequence = self.engine.open()
-        self.engine.caches.reserve(sequence, depth + 1)
-        self.engine.caches.advance(sequence, depth)
+        self.engine.allocate_for([(rows, depth + 1)])
+        runs = []
+        for row in range(rows):
+            sequence = self.engine.open()
+            self.engine.caches.reserve(sequence, depth + 1)
+            self.engine.caches.advance(sequence, depth)
+            runs.append(Run(sequence, np.array([17 + row], np.int32)))
         programs = self.engine.programs
         assert programs is not None
-        self.graph = programs.graph(1, 1, table_width(-(-(depth + 1) // PAGE)), R=1, decode=True)
-        runs = [Run(sequence, np.array([17], np.int32))]
+        self.graph = programs.graph(rows, rows, table_width(-(-(depth + 1) // PAGE)), R=rows, decode=True)
         self.inputs = {name: self.device.to_device(a) for name, a in step_arrays(runs, programs.windows).items()}
         self.arrays = programs.cache_arrays()
         torch.manual_seed(0)
@@ -99,7 +103,7 @@ class Step:
         bound = program.bind(self.arrays | self.inputs, self.device.arena(program.arena_bytes))
         return bound, len(graph.nodes)
 
-    def checked(self, name: str, bound: Any) -> tuple[torch.Tensor, Callable[[], object]]:
+    def checked(self, name: str, bound: Any, replays: int = 30) -> tuple[torch.Tensor, Callable[[], object]]:
         """The logits, and a replay of the step."""
         self.reset()
         for call in bound.calls:
@@ -109,7 +113,7 @@ class Step:
         if not torch.isfinite(want).all():
             raise SystemExit(f"{name}: logits that are not finite")
         replay = self.device.capture(bound.calls)
-        for _ in range(30):
+        for _ in range(replays):
             self.reset()
             replay()
             self.device.wait()
@@ -117,14 +121,19 @@ class Step:
                 raise SystemExit(f"{name}: a replay gives other logits than call by call")
         return want, replay
 
-    def seconds(self, replay: Callable[[], object]) -> float:
+    def seconds(self, replay: Callable[[], object], replays: int = REPLAYS) -> float:
         """Of one replay, of many that follow one another."""
         self.device.wait()
         start = time.perf_counter()
-        for _ in range(REPLAYS):
+        for _ in range(replays):
             replay()
         self.device.wait()
-        return (time.perf_counter() - start) / REPLAYS
+        return (time.perf_counter() - start) / replays
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """‖got − want‖ / ‖want‖."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def main() -> None:
@@ -143,7 +152,7 @@ def main() -> None:
                 bound, nodes = step.bound(way.without)
                 logits[name], replays[name] = step.checked(name, bound)
             first = next(iter(logits.values()))
-            error = float((logits[name].double() - first.double()).norm() / first.double().norm())
+            error = difference(logits[name], first)
             rows.append({"way": name, "nodes": nodes, "error": error})
             if error > 1e-2:
                 raise SystemExit(f"{name}: logits differ by {error:.2g} from those of the first way")
