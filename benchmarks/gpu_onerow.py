@@ -1,6 +1,7 @@
-"""Times a whole decode step of one row on a GPU, with and without some of its fusions, in replays that take turns.
+"""Times a decode step of one row or a few on a GPU, with and without some of its fusions, in replays that take turns.
 
-    python benchmarks/gpu_onerow.py [--model qwen3.6-35b-a3b] [--layers 8] [--depth 100] [--rounds 15] [--json FILE]
+    python benchmarks/gpu_onerow.py [--model qwen3.6-35b-a3b] [--layers 8] [--rows 1] [--depth 100] [--rounds 15]
+                                    [--json FILE]
 
 Each way is checked first: from the same caches, the logits of its calls with a wait after each one have to be those of
 its replay, bit for bit, and near those of the first way.
@@ -22,7 +23,7 @@ from gpu_evidence import evidence
 
 from penstock import api
 from penstock.analysis.trace import taken_layers
-from penstock.backends.cuda import _chosen, _shared_down
+from penstock.backends.cuda import _chosen, _shared_down, moe
 from penstock.backends.cuda._matvec import Config
 from penstock.engine.steps import Run, step_arrays, table_width
 from penstock.graph import Program, fuse_cuda
@@ -64,6 +65,7 @@ WAYS = {
     "gate and up choose, down apart": Way((), (APART,)),
     "the router chooses": Way(ROUTER),
     "as it is": Way(),
+    "pairs of experts as they come": Way((), ((moe, "MOE_IN_TURN", 0),)),
     "gate and up 8 rows by 2 warps of 2 blocks": Way((), ((_chosen, "config", launch_of(8, 2, 2)),)),
 }
 
@@ -140,11 +142,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
     parser.add_argument("--model", default="qwen3.6-35b-a3b")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--depth", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    step = Step(args.model, args.layers, args.depth)
+    step = Step(args.model, args.layers, args.depth, args.rows)
     replays, logits, rows = {}, {}, []
     with step.device.running(deterministic=False):
         for name, way in WAYS.items():
@@ -166,7 +169,7 @@ def main() -> None:
         print(f"{row['way']:60} {row['nodes']:4} nodes {row['us']:8.1f} us (least {row['least']:.1f}), "
               f"difference {row['error']:.1g}")  # fmt: skip
     if args.json is not None:
-        about = {"model": args.model, "layers": args.layers, "depth": args.depth, **evidence()}
+        about = {"model": args.model, "layers": args.layers, "rows": args.rows, "depth": args.depth, **evidence()}
         args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 

@@ -112,15 +112,16 @@ def ways_of(shape: Shape, used: Size, most: int) -> list[Size]:
         words = words_of_lane(shape, tokens, rows, ahead)
         if parts > 1 and (shape.gated or shape.pairs > 1 or (parts - 1) * rounds * step >= blocks or programs > 16):
             continue
-        # codes of more than 64 registers in a loop, or of other kinds than 2 and 4 bits, spill and take long to compile
-        room = 48 if warps == 16 else 96 if rounds == 1 and shape.bits in (2, 4) else 64
+        # codes of more than 64 registers spill in a loop and take long to compile
+        room = 48 if warps == 16 else 96 if rounds == 1 else 64
         if busy < 0.7 or tokens > 8 or not 16 <= words <= room:
             continue
         # programs at once by registers, and the share of rounds of programs that is full
         at_once = max(1, min(32, 64 // warps, 2048 // (warps * (words + 72))))
         full = programs / at_once / -(-programs // at_once) if programs > at_once else 1.0
         under_way = min(programs, at_once) * warps * words * 128
-        likely = busy * full * min(1.0, under_way / ENOUGH) * (0.95 if tokens > used.tokens else 1.0)
+        likely = busy * full**0.5 * min(1.0, under_way / ENOUGH) * (0.95 if tokens > used.tokens else 1.0)
+        likely *= 1 - 0.04 * min(rounds - 1, 5)  # a warp waits for memory in each, of several slots for ids, too
         rows *= 8 if INTERPRETED else 1  # as `config` does
         found[Size(tokens, rows, warps, ahead, parts)] = likely
     found.pop(used, None)
