@@ -373,7 +373,7 @@ def _levels_multiplied(
     words, x0, x1, x2, zero, late, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr,
     S: tl.constexpr,
 ):  # fmt: skip
-    """`_multiplied` without scales, of codes that are floats or places in a table; zero [4, 8, S, R / 8, 1]: 0."""
+    """`_multiplied` without scales, of codes that are floats or places in a table; zero: 0 in the shape of words."""
     PER_TILE: tl.constexpr = TP * max(1, tile_codes(BITS, GS, TP) // GS)
     own_tile = (tl.arange(0, columns(BITS, GS, TP)) // PER_TILE)[None, None, :]
     made = tl.zeros((S, R, columns(BITS, GS, TP)), tl.float32)
@@ -584,7 +584,7 @@ def multiplied_blocks(
     if has_biases(BITS):
         magic = (guard & nothing) | magic
     else:
-        magic = tl.xor_sum(guard, 4, keep_dims=True) & nothing
+        magic = guard & nothing
     late = (late & nothing).to(tl.float32, bitcast=True)
 
     EACH: tl.constexpr = len(words) // U

@@ -96,13 +96,14 @@ def float_tile(words, zero, BITS: tl.constexpr, S: tl.constexpr, R: tl.constexpr
     """words [4, 8, S, R / 8, L] → what their codes stand for, bfloat16 [S, R, 8 L J] in the order of `_codes._tile`.
 
     The bits of a code, two of them at a time, become those of a bfloat16 with another exponent, subnormal ones too, and
-    a product corrects that; NaN of E4M3 comes out as 480. zero [4, 8, S, R / 8, 1]: 0, after which words are read.
+    a product corrects that; NaN of E4M3 comes out as 480. zero: 0 in the shape of words,
+    after which they are read.
     """
     FOUR: tl.constexpr = width(BITS) == 4
     J: tl.constexpr = 16 // width(BITS)
     L: tl.constexpr = words.shape[4]
     word = words.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1)
-    zero = zero.permute(2, 3, 1, 0, 4).reshape(S, R, 4, 1, 1)
+    zero = zero.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1)
     j = tl.arange(0, J)
     if FOUR:
         code = (word >> (8 * (j // 2))) & (zero | (0x000F000F << 4 * (j % 2)))
