@@ -60,15 +60,30 @@ class _Driver:
         return torch.device("cpu")
 
 
-def _needs(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a kernel, as cuobjdump reads them."""
+def _dumped(cubin: bytes, what: str) -> str:
+    """What cuobjdump says of a kernel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=False).stdout
+
+
+def _needs(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a kernel."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _dumped(cubin, "-res-usage"))
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def first_loop(cubin: bytes) -> list[str]:
+    """The instructions of the first loop of a kernel, without what predicates them; none if there is no loop."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\w+ +)?([A-Z][^;]*);", _dumped(cubin, "-sass"))
+    made = [(int(at, 16), text.strip()) for at, text in lines]
+    for at, text in made:
+        back = re.match(r"BRA\b.*0x([0-9a-f]+)", text)
+        if back is not None and (start := int(back[1], 16)) < at:
+            return [one for where, one in made if start <= where <= at]
+    return []
 
 
 @contextlib.contextmanager

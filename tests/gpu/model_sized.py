@@ -35,6 +35,12 @@ def codes(*shape: int, bits: int = 4, gs: int = 64) -> QuantizedTensor:
     return QuantizedTensor(ints(*lead, K * bits // 32), half(*lead, K // gs), half(*lead, K // gs), bits, gs)
 
 
+def float_codes(*shape: int) -> QuantizedTensor:
+    """mxfp4."""
+    *lead, K = shape
+    return QuantizedTensor(ints(*lead, K // 8), torch.zeros(*lead, K // 32, dtype=torch.uint8), None, 4, 32, "mxfp4")
+
+
 def paged(heads: int, of_keys: int, width: int, window: int | None = None) -> Any:
     pages = half(4, 256, of_keys * width)
     return ops.attention_paged(half(1, heads, width), pages, pages, ints(1, 4), ints(1), 0.5, window)
@@ -106,10 +112,7 @@ def experts(T: int, bits: int = 4) -> Any:
 def biased_experts(T: int, dim: int, width: int) -> Any:
     """gpt-oss: experts in mxfp4 with biases."""
     shapes = ((width, dim), (width, dim), (dim, width))
-    stacks = [
-        QuantizedTensor(ints(4, n, k // 8), torch.zeros(4, n, k // 32, dtype=torch.uint8), None, 4, 32, "mxfp4")
-        for n, k in shapes
-    ]
+    stacks = [float_codes(4, n, k) for n, k in shapes]
     biases = [torch.zeros(4, n) for n, _ in shapes]
     return ops.moe_biased_forward(half(T, dim), ints(T, 4), torch.zeros(T, 4), *stacks, *biases)
 

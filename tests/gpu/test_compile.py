@@ -59,12 +59,41 @@ print(len(re.findall(r"st[.]shared", made[0].asm["ptx"])))
 """
 
 
-def test_codes_of_one_row_do_not_pass_through_shared_memory():
-    """Only sums over warps do, a few words of a thread; hundreds if Triton lays out what is loaded otherwise."""
+def said_by(program: str) -> str:
+    """What a program that compiles kernels writes."""
     root = Path(__file__).parents[2]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
-    command = [sys.executable, "-c", MATVEC]
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert 0 < int(done.stdout) <= 16
+    return done.stdout
+
+
+def test_codes_of_one_row_do_not_pass_through_shared_memory():
+    """Only sums over warps do, a few words of a thread; hundreds if Triton lays out what is loaded otherwise."""
+    assert 0 < int(said_by(MATVEC)) <= 16
+
+
+LOOP = """
+import torch
+from tests.gpu.compile import first_loop, pretend
+from tests.gpu.model_sized import float_codes
+from penstock.backends.cuda._matvec import matvec
+
+x, w, y = torch.zeros(1, 10240, dtype=torch.bfloat16), float_codes(512, 10240), torch.zeros(1, 512)
+for more in ((), (float_codes(512, 10240), "silu")):
+    with pretend(90, needs=False) as made:
+        matvec(x, w, y, *more)
+    print(*(line.partition(" ")[0] for line in first_loop(made[0].asm["cubin"])))
+"""
+
+
+def test_a_round_of_one_row_asks_for_all_its_codes_before_the_first_product():
+    """Else it waits for memory once for each tile, with a part of its bytes under way."""
+    for line in said_by(LOOP).splitlines():
+        names = line.split()
+        first = next(i for i, name in enumerate(names) if name.startswith("HMMA"))
+        assert sum(name.startswith("LDG.E.128") for name in names[:first]) >= 2
+        assert not any(name.startswith("LDG.E.128") for name in names[first:])
+        assert len(names) <= 1024  # for 16 words of a thread: thousands if what the first product waits for is moved

@@ -1003,7 +1003,7 @@ def _moe_biased_forward(rng, dtype, T, E, k, K, N):
 
 
 # Rows of 16 bits: float32 sums of hidden rows that are rounded to 16 bits, of which one may go the other way.
-SUMS = {"sum": (1, 4, 3, 96, 64), "sum-few": (5, 5, 2, 64, 96)}
+SUMS = {"sum": (1, 4, 3, 96, 64), "sum-few": (5, 5, 2, 64, 96), "sum-turns": (3, 7, 2, 64, 96)}
 
 
 @case("moe_biased_forward", sizes=SUMS, rel=1e-3, whole=True, dtypes=HALVES)
@@ -1016,7 +1016,7 @@ def _moe_biased_forward_sum(rng, dtype, T, E, k, K, N):
     return {**call, "slot_of": slots, "residual": normal(rng, T, K)}
 
 
-DENSE_SUMS = {"dense": (1, 4, 3, 96, 64), "dense-many": (9, 3, 2, 32, 64)}
+DENSE_SUMS = {"dense": (1, 4, 3, 96, 64), "dense-many": (9, 3, 2, 32, 64), "dense-turns": (3, 7, 2, 32, 64)}
 
 
 @case("moe_biased_forward", sizes=DENSE_SUMS, rel=1e-3, whole=True, dtypes=HALVES)

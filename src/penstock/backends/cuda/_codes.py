@@ -353,7 +353,7 @@ def _multiplied(
     words, scale, bias, x0, magic, late, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr,
     S: tl.constexpr,
 ):  # fmt: skip
-    """The product of a block, float32 [S, R, columns]; late: zeros of that shape."""
+    """The product of a block, float32 [S, R, columns]; magic: of codes without biases 0; late: zeros of that shape."""
     x1, x2 = None, None
     if x0.dtype != tl.bfloat16:  # parts of 8 bits each
         WIDE: tl.constexpr = x0.dtype == tl.float32
@@ -364,23 +364,24 @@ def _multiplied(
     if has_biases(BITS):
         y = _numbers_multiplied(words, scale, bias, x0, x1, x2, magic, late, BITS, GS, TP, R, S)
     else:
-        y = _levels_multiplied(words, x0, x1, x2, late, BITS, GS, TP, R, S) * scale
+        y = _levels_multiplied(words, x0, x1, x2, magic, late, BITS, GS, TP, R, S) * scale
     return y
 
 
 @triton.jit
 def _levels_multiplied(
-    words, x0, x1, x2, late, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr
+    words, x0, x1, x2, zero, late, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
-    """`_multiplied` without scales, of codes that are floats or places in a table."""
+    """`_multiplied` without scales, of codes that are floats or places in a table; zero: 0 in the shape of words."""
     PER_TILE: tl.constexpr = TP * max(1, tile_codes(BITS, GS, TP) // GS)
     own_tile = (tl.arange(0, columns(BITS, GS, TP)) // PER_TILE)[None, None, :]
     made = tl.zeros((S, R, columns(BITS, GS, TP)), tl.float32)
     for t in tl.static_range(len(words)):
         if is_type(BITS, "IQ4_NL", "IQ4_XS"):
-            tile = level_tile(words[t], BITS, S, R)
+            tile = level_tile(words[t] | zero, BITS, S, R)
         else:
-            tile = float_tile(words[t], BITS, S, R)
+            tile = float_tile(words[t], zero, BITS, S, R)
         made = tl.where(own_tile == t, _dots(tile, x0, x1, x2, late), made)
     if is_type(BITS, "MXFP4"):  # whose scales are half as large, so that the last one is finite
         made *= 2.0
@@ -580,7 +581,10 @@ def multiplied_blocks(
         if others is not None:
             for u in tl.static_range(len(others)):
                 x_guard |= tl.xor_sum(others[u], 4, keep_dims=True)
-    magic = (guard & nothing) | magic
+    if has_biases(BITS):
+        magic = (guard & nothing) | magic
+    else:
+        magic = guard & nothing
     late = (late & nothing).to(tl.float32, bitcast=True)
 
     EACH: tl.constexpr = len(words) // U

@@ -92,24 +92,25 @@ def global_factor(ptr, at, mask):
 
 
 @triton.jit
-def float_tile(words, BITS: tl.constexpr, S: tl.constexpr, R: tl.constexpr):
+def float_tile(words, zero, BITS: tl.constexpr, S: tl.constexpr, R: tl.constexpr):
     """words [4, 8, S, R / 8, L] → what their codes stand for, bfloat16 [S, R, 8 L J] in the order of `_codes._tile`.
 
     The bits of a code, two of them at a time, become those of a bfloat16 with another exponent, subnormal ones too, and
-    a product corrects that; NaN of E4M3 comes out as 480.
+    a product corrects that; NaN of E4M3 comes out as 480. zero: 0 in the shape of words,
+    after which they are read.
     """
     FOUR: tl.constexpr = width(BITS) == 4
     J: tl.constexpr = 16 // width(BITS)
     L: tl.constexpr = words.shape[4]
     word = words.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1)
+    zero = zero.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1)
     j = tl.arange(0, J)
     if FOUR:
-        up = 6 - 4 * j
-        moved = tl.where(up < 0, word >> tl.maximum(-up, 0), word << tl.maximum(up, 0))
-        pair = (moved & 0x01C001C0) | ((word << (12 - 4 * j)) & -2147450880)
+        code = (word >> (8 * (j // 2))) & (zero | (0x000F000F << 4 * (j % 2)))
+        pair = code * (0x1040 >> 4 * (j % 2)) & -2118090304  # 0x81C081C0: sign and magnitude, each from its own copy
     else:
         moved = word >> (8 * j)
-        pair = ((moved << 4) & 0x07F007F0) | ((moved << 8) & -2147450880)
+        pair = ((moved << 4) & (zero | 0x07F007F0)) | ((moved << 8) & -2147450880)
     if WIDENED:  # the interpreter loses subnormal bfloat16 numbers where it widens them
         both = tl.join((pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True))
     else:

@@ -65,12 +65,16 @@ def clamped_gate_up_rows(
     limit: float,
     alpha: float,
     out: torch.Tensor,
+    order: torch.Tensor | None = None,
 ) -> None:
-    """out [T, k, N] = clamped_swiglu(gate_w[e] · x[t] + gate_bias[id], up_w[e] · x[t] + up_bias[id]), in one launch."""
+    """out [T, k, N] = clamped_swiglu(gate_w[e] · x[t] + gate_bias[id], up_w[e] · x[t] + up_bias[id]), in one launch.
+
+    order: as in `mixed_gate_up`.
+    """
     T, k, N = out.shape
     launch(
         x, gate_w, out, N, pairs=T * k, pairs_per_x=k, ids=ids, slot_of=slot_of, up=up_w, act="clamped",
-        biases=(gate_bias, up_bias), clamp=(limit, alpha),
+        biases=(gate_bias, up_bias), clamp=(limit, alpha), order=order,
     )  # fmt: skip
 
 
@@ -94,6 +98,25 @@ def expert_down_sum_rows(
     launch(
         h, down_w, out, out.shape[1], pairs=T, slots=k, ids=ids, slot_of=slot_of, weights=weights,
         old_ids=after_gate_up, residual=residual, biases=(bias, None),
+    )  # fmt: skip
+
+
+def expert_down_rows(
+    h: torch.Tensor,
+    down_w: Any,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    slot_of: torch.Tensor | None,
+    order: torch.Tensor,
+    out: torch.Tensor,
+    after_gate_up: bool = False,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """The terms of `expert_down_sum_rows`' sum, out [T, k, dim], pairs in the turn of `order`."""
+    T, k, dim = out.shape
+    launch(
+        h, down_w, out, dim, pairs=T * k, ids=ids, slot_of=slot_of, weights=weights, old_ids=after_gate_up,
+        order=order, biases=(bias, None),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from penstock.backends.cuda._matvec import passes_over, same_codes
 from penstock.backends.cuda._matvec_experts import (
     alike,
     clamped_gate_up_rows,
+    expert_down_rows,
     expert_down_sum_rows,
     expert_gate_up_rows,
     expert_rows,
@@ -257,7 +258,9 @@ def moe_biased_forward(
     x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, residual,
     *, out, variant,
 ):  # fmt: skip
-    """Pair by pair two launches: gate, up, biases and what is made of them, then all from there to the sum."""
+    """Pair by pair two launches: gate, up, biases and what is made of them, then all from there to the sum. Where
+    tokens choose the same experts, pairs come in the turn of these, and the sum is a launch of its own.
+    """
     if out.numel() == 0:
         return
     name = "moe_biased_forward"
@@ -265,11 +268,19 @@ def moe_biased_forward(
     plan = _plan(variant, ids, gate_w, slot_of)
     rows = _rounded(name, x, [gate_w, up_w], activations)
     if plan is None and ids.numel() <= _PAIRS and alike(gate_w, up_w):
+        before = None if residual is None else flat_rows(residual)
+        sorts = len(ids) > 1 and _in_turn(*ids.shape, _count(gate_w, slot_of))
+        order = group_pairs(ids, gate_w.shape[0], slot_of).order if sorts else None
         h = torch.empty((*ids.shape, gate_w.shape[-2]), dtype=x.dtype, device=x.device)
-        clamped_gate_up_rows(rows, gate_w, up_w, gate_bias, up_bias, ids, slot_of, limit, alpha, h)
+        clamped_gate_up_rows(rows, gate_w, up_w, gate_bias, up_bias, ids, slot_of, limit, alpha, h, order)
         ready = _rounded(name, flat_rows(h), [down_w], activations).view(h.shape)
-        more = {"bias": down_bias, "residual": None if residual is None else flat_rows(residual)}
-        expert_down_sum_rows(ready, down_w, ids, weights, slot_of, y, ready.data_ptr() == h.data_ptr(), **more)
+        at_once = ready.data_ptr() == h.data_ptr()
+        if order is None:
+            expert_down_sum_rows(ready, down_w, ids, weights, slot_of, y, at_once, down_bias, before)
+        else:
+            each = torch.empty((*ids.shape, y.shape[1]), dtype=torch.float32, device=x.device)
+            expert_down_rows(ready, down_w, ids, weights, slot_of, order, each, at_once, down_bias)
+            _combine(before, each, None, None, None, y)
         return
     if residual is not None:
         total, y = y, torch.empty(y.shape, dtype=torch.float32, device=y.device)
