@@ -2,11 +2,14 @@
 
     python benchmarks/bench_speculate.py [--model M | --random CONFIG] [--device cpu|cuda] [--threads 1] [--json FILE]
                                          [--svg FILE]
+    python benchmarks/bench_speculate.py --read benchmarks/results/cpu_speculate.json --svg docs/images/speculation.svg
 
 First the texts with and without drafts are compared. Then answers with a made-up acceptance are timed, each beside one
 without drafts, so that both see the same machine: 1, 2 and 3 drafts in every step, and as many as the gate takes. The
 head and the verification run as they would. Last, texts that repeat themselves with n-gram drafts. Medians of ratios.
-With --threads 1 a CPU is timed by this thread's own clock: other programs count less.
+With --threads 1 a CPU is timed by this thread's own clock: other programs count less. --read takes an earlier result in
+place of a measurement. The picture has a second part where --gpu, the result of `gpu_speculate.py --parts curve`, is
+there.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import statistics
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,8 @@ from penstock.weights.resolve import resolve_model
 
 ACCEPTED = (0.0, 0.1, 0.3, 0.5, 0.7, 0.85, 1.0)
 FORMS: dict[str, int | None] = {"1 draft": 1, "2 drafts": 2, "3 drafts": 3, "gate": None}
-COLOURS = ("#9467bd", "#1f77b4", "#2ca02c", "#d62728")
+COLOURS = {"1 draft": "#9467bd", "2 drafts": "#1f77b4", "3 drafts": "#2ca02c", "gate": "#d62728"}
+GPU = Path(__file__).parent / "results" / "h200_speculate_curve.json"
 REPEATED = 'item = {"name": "apple", "count": 3, "price": 1.5}\n' * 6
 
 
@@ -94,35 +99,68 @@ def check(llm: LLM, prompts: list[list[int]]) -> None:
             assert texts[0] == texts[1] == texts[2], f"another text with drafts: prompt {n}, {temperature}"
 
 
-def plotted(found: dict[str, dict[float, tuple[float, float]]]) -> str:
-    """An SVG of speed over acceptance."""
-    width, height, left, top = 560, 340, 56, 20
-    most = max(2.0, *(speed for points in found.values() for speed, _ in points.values())) * 1.05
+@dataclass(frozen=True)
+class Line:
+    """Speed over acceptance."""
 
-    def at(accepted: float, speed: float) -> str:
-        return f"{left + accepted * (width - left - 110):.1f},{top + (1 - speed / most) * (height - top - 44):.1f}"
+    label: str
+    colour: str
+    points: list[tuple[float, float]]
+    dashes: str = ""
 
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12">'
+
+def lines_of(rows: list[dict[str, Any]]) -> list[Line]:
+    """Of points with form, accepted and speed; with a number of answers those of more than one are dashed."""
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        found.setdefault((row.get("answers", 1), row["form"]), []).append((row["accepted"], row["speed"]))
+    several = len({answers for answers, _ in found}) > 1
+    return [
+        Line(f"{form}, {answers} answer{'s' * (answers > 1)}" if several else form, COLOURS[form], sorted(points), dash)
+        for (answers, form), points in found.items()
+        for dash in ["5 4" if answers > 1 else ""]
     ]
-    lines.append('<rect width="100%" height="100%" fill="white"/>')
+
+
+def plotted(panels: dict[str, list[Line]]) -> str:
+    """An SVG of speed over acceptance, a part beside the other, by their titles."""
+    across, height, left, right, top = 600, 350, 56, 140, 30
+    most = max(2.0, *(speed for lines in panels.values() for line in lines for _, speed in line.points)) * 1.05
+    text = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{across * len(panels)}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for number, (title, lines) in enumerate(panels.items()):
+        text.append(f'<g transform="translate({across * number},0)">')
+        text += _panel(title, lines, most, (left, across - right, top, height - 44))
+        text.append("</g>")
+    return "\n".join([*text, "</svg>", ""])
+
+
+def _panel(title: str, lines: list[Line], most: float, box: tuple[int, int, int, int]) -> list[str]:
+    left, right, top, bottom = box
+
+    def at(accepted: float, speed: float) -> tuple[float, float]:
+        return left + accepted * (right - left), top + (1 - speed / most) * (bottom - top)
+
+    middle = (left + right) / 2
+    text = [f'<text x="{middle}" y="{top - 12}" text-anchor="middle">{title}</text>']
     for n in range(int(most * 2) + 1):
-        (x1, y), (x2, _) = (at(share, n / 2).split(",") for share in (0, 1))
-        lines.append(f'<path d="M{x1},{y}H{x2}" stroke="{"#555" if n == 2 else "#ddd"}"/>')
-        lines.append(f'<text x="{left - 8}" y="{float(y) + 4}" text-anchor="end">{n / 2:g} x</text>')
-    for accepted in ACCEPTED:
-        x = at(accepted, 0).split(",")[0]
-        lines.append(f'<text x="{x}" y="{height - 26}" text-anchor="middle">{accepted:g}</text>')
-    lines.append(
-        f'<text x="{left + 190}" y="{height - 6}" text-anchor="middle">chance of a draft to be accepted</text>'
-    )
-    for (form, points), colour in zip(found.items(), COLOURS, strict=True):
-        path = " ".join(at(accepted, speed) for accepted, (speed, _) in points.items())
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        x, y = map(float, at(1, points[1.0][0]).split(","))
-        lines.append(f'<text x="{x + 8}" y="{y + 4}" fill="{colour}">{form}</text>')
-    return "\n".join([*lines, "</svg>", ""])
+        (x1, y), (x2, _) = (at(share, n / 2) for share in (0, 1))
+        text.append(f'<path d="M{x1:.1f},{y:.1f}H{x2:.1f}" stroke="{"#555" if n == 2 else "#ddd"}"/>')
+        text.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{n / 2:g} x</text>')
+    for accepted in sorted({accepted for line in lines for accepted, _ in line.points}):
+        text.append(f'<text x="{at(accepted, 0)[0]:.1f}" y="{bottom + 18}" text-anchor="middle">{accepted:g}</text>')
+    text.append(f'<text x="{middle}" y="{bottom + 38}" text-anchor="middle">chance of a draft to be accepted</text>')
+    below = -1e9
+    for line in sorted(lines, key=lambda line: -line.points[-1][1]):
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line.points))
+        dashes = f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
+        text.append(f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2"{dashes}/>')
+        below = max(at(*line.points[-1])[1] + 4, below + 14)  # labels do not cover each other
+        text.append(f'<text x="{right + 8}" y="{below:.1f}" fill="{line.colour}">{line.label}</text>')
+    return text
 
 
 def main() -> None:
@@ -134,8 +172,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json")
-    parser.add_argument("--svg")
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--read", type=Path, help="an earlier result, which is drawn")
+    parser.add_argument("--gpu", type=Path, default=GPU, help="points of a GPU for the picture")
     options = parser.parse_args()
+    if options.read is not None:
+        if options.svg is None:
+            parser.error("--read: expected together with --svg")
+        draw(options.svg, json.loads(options.read.read_text()), options.gpu)
+        return
     if options.device == "cpu" and options.threads == 1:
         global clock
         clock = time.thread_time
@@ -151,22 +196,28 @@ def main() -> None:
     ngram = repeated(llm, options.rounds) if options.random is None else None
     if ngram is not None:
         print(f"repeated text, n-gram drafts: {ngram:.2f} x")
-    if options.svg:
-        Path(options.svg).write_text(plotted(found))
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    rows = [
+        {"form": form, "accepted": accepted, "speed": speed, "drafts_per_step": drafts}
+        for form, points in found.items()
+        for accepted, (speed, drafts) in points.items()
+    ]
+    about = {"commit": commit, "date": time.strftime("%Y-%m-%d"), "model": options.random or options.model or "demo"}
+    about |= {"device": options.device, "threads": options.threads, "rows": rows, "ngram_repeated": ngram}
     if options.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        rows = [
-            {"form": form, "accepted": accepted, "speed": speed, "drafts_per_step": drafts}
-            for form, points in found.items()
-            for accepted, (speed, drafts) in points.items()
-        ]
-        about = {
-            "commit": commit,
-            "date": time.strftime("%Y-%m-%d"),
-            "model": options.random or options.model or "demo",
-        }
-        about |= {"device": options.device, "threads": options.threads, "rows": rows, "ngram_repeated": ngram}
         Path(options.json).write_text(json.dumps(about, indent=1) + "\n")
+    if options.svg is not None:
+        draw(options.svg, about, options.gpu)
+
+
+def draw(path: Path, about: dict[str, Any], gpu: Path) -> None:
+    """Write the picture of a result, and of a GPU's where there is one."""
+    threads = f", {about['threads']} thread{'s' * (about['threads'] > 1)}" if about["threads"] else ""
+    panels = {f"{about['model']}, {about['device']}{threads}": lines_of(about["rows"])}
+    if gpu.exists():
+        other = json.loads(gpu.read_text())
+        panels[f"{other['config']}, {other['gpu']}"] = lines_of(other["curve"]["points"])
+    path.write_text(plotted(panels))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Drafts that a GPU verifies, accepts and makes in one replay: the same text, what they bring, and where a replay goes.
 
-python benchmarks/gpu_speculate.py                                      all parts: text, speed, replays, profile
+python benchmarks/gpu_speculate.py                                      all parts: text, speed, curve, replays, profile
 python benchmarks/gpu_speculate.py --parts speed --rows 1,8 --output speculate.json
+python benchmarks/gpu_speculate.py --parts curve --output benchmarks/results/h200_speculate_curve.json
 
 text      small random models with a head, `deterministic`: texts with and without drafts are the same, at several
           temperatures, batches and numbers of drafts
 speed     as `penstock bench` on the config: answers without drafts, with up to --drafts in each step at a made-up
           acceptance, and with as many as the gate takes
+curve     the same over the chance of each draft to be accepted, as ratios to answers without drafts: one and three
+          drafts in every step, and as many as the gate takes; `bench_speculate.py --svg` draws it
 replays   milliseconds of a captured step by sequences and drafts, as the gate has them
 profile   kernels of one replay of one sequence with --drafts, by name: launches and microseconds
 """
@@ -19,6 +22,7 @@ import json
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,12 @@ from penstock.cli.bench import Drafting, Test, measured
 from penstock.engine.request import Request
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculate import MOST_DRAFTS
 from penstock.models.config import first_layers
 
-PARTS = ("text", "speed", "replays", "profile")
+PARTS = ("text", "speed", "curve", "replays", "profile")
+ACCEPTED = (0.1, 0.3, 0.5, 0.7, 0.9)
+FORMS: dict[str, int | None] = {"1 draft": 1, "3 drafts": 3, "gate": None}
 SMALL: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text", "hidden_size": 256, "num_hidden_layers": 4, "full_attention_interval": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 2,
@@ -80,15 +87,32 @@ def loaded(config: str, memory: int, speculate: str) -> LLM:
     return load_random(raw, device="cuda", max_context=1024, cache_memory=memory, speculate=speculate, on_device=True)
 
 
-def speeds(llm: LLM, name: str, rows: list[int], tokens: int, drafting: Drafting) -> dict[str, Any]:
+def speeds(
+    llm: LLM, name: str, rows: list[int], tokens: int, drafting: Drafting, repetitions: int = 2
+) -> dict[str, Any]:
     """Tokens per second of all answers by their number."""
     found: dict[str, Any] = {}
     for batch in rows:
         test = drafting.with_spare(Test(0, tokens, 0, batch))
-        (row,) = measured(llm, name, [test], 2, 1, drafting)
+        (row,) = measured(llm, name, [test], repetitions, 1, drafting)
         found[str(batch)] = round(row.avg_ts, 1)
         print(f"{name}: {batch} rows {row.avg_ts:8.1f} tokens/s, host {row.host_us} us", flush=True)
     return found
+
+
+def curve(llm: LLM, rows: list[int], tokens: int, off: dict[str, Any], note: Callable[[Any], None]) -> None:
+    """Speed by the number of answers, form and acceptance, which is that of every draft; off: tokens per second without
+    drafts. Numbers of answers come one after the other: caches and captured steps are made anew for another one.
+    """
+    points: list[dict[str, Any]] = []
+    for batch in rows:
+        for form, count in FORMS.items():
+            for accepted in ACCEPTED:
+                drafting = Drafting("mtp", count, (accepted,) * MOST_DRAFTS)
+                (speed,) = speeds(llm, f"{form}, {accepted}", [batch], tokens, drafting, 1).values()
+                point = {"answers": batch, "form": form, "accepted": accepted, "tokens_per_second": speed}
+                points.append(point | {"speed": round(speed / off[str(batch)], 4)})
+                note({"tokens": tokens, "off": off, "points": points})
 
 
 def replays(llm: LLM) -> dict[str, Any]:
@@ -169,10 +193,11 @@ def main() -> None:
         print(*found, sep="\n", flush=True)
     memory = options.memory << 30
     speed: dict[str, Any] = {}
-    if "speed" in parts:
+    if {"speed", "curve"} & set(parts):
         llm = loaded(options.config, memory, "off")
         speed["off"] = speeds(llm, "off", rows, options.tokens, Drafting("off"))
-        note("speed", speed)
+        if "speed" in parts:
+            note("speed", speed)
         llm.close()
         del llm
         gc.collect()
@@ -187,6 +212,8 @@ def main() -> None:
                 note("speed", speed)
             speed["gate"] = speeds(llm, "gate", rows, options.tokens, Drafting("mtp", None, chances))
             note("speed", speed)
+        if "curve" in parts:
+            curve(llm, rows, options.tokens, speed["off"], lambda found: note("curve", found))
         if {"replays", "profile"} & set(parts):
             note("replays", replays(llm))
         if "profile" in parts:

@@ -884,8 +884,14 @@ def _read_folder(
     nbytes = (checkpoint.nbytes + drafter) // share
     layers = _streamed_layers(family, source, config, experts, device, nbytes + beside)
     streams = bool(layers) or experts.asked
+    extra = 0  # of the first rank's GPU, which has the whole head
+    if head is not None and rank is not None and rank.leads and not device.host_memory:
+        extra = _head_bytes(head, stored, whole)
+        if not drafting.asked and nbytes + beside + extra > device.free_memory():
+            head, extra = None, 0
+            notices.append(f"{folder}: the head that drafts is not used: rank 0 has no room for the whole of it")
     if not streams:
-        _check_fits(f"{folder}", device, nbytes, copied // share)
+        _check_fits(f"{folder}", device, nbytes + extra, copied // share)
     if device.compiles_ahead and rank is None:
         compile_ahead.start(compile_ahead.missing_of, load, options)
     streamed = None
@@ -954,6 +960,12 @@ def _find_head(
             raise
         stored.used.intersection_update(used)
         return None, [f"{error}; the head that drafts is not used"]
+
+
+def _head_bytes(files: mtp.HeadFiles, trunk: CheckpointSource, config: ModelConfig) -> int:
+    """Bytes of a head beside a rank's part of its trunk, whose tables it has for itself."""
+    tables = [trunk.weight(path, config.vocab_size, config.dim) for path in mtp.TABLES if path in trunk]
+    return files.nbytes + models.bytes_of(tables)
 
 
 def _read_head(
@@ -1166,7 +1178,7 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
     states = resolve_state_dtype(given["state_dtype"], name)
     where = device_for(name)
     family = models.family_of(dict(config))
-    read = family.read_config(dict(config))
+    read = whole = family.read_config(dict(config))
     need = random_nbytes(config, given["speculate"]) // (1 if rank is None else rank.size) + WORKING_BYTES
     free = where.free_memory()
     if need > free:
@@ -1181,9 +1193,9 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
         fingerprint += f"-{zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
     weights, placed = _weights(family, source, read, where)
     head = None
-    if rank is None and _may_draft(given["speculate"]) and mtp.declared(family, read, config):
-        made = mtp.read(DeviceSource(source, where.to_device), family, read, weights.embed, weights.head)
-        head = models.placed(made, where.to_device)
+    if (rank is None or rank.leads) and _may_draft(given["speculate"]) and mtp.declared(family, whole, config):
+        put, own = DeviceSource(drawn, where.to_device), () if rank is None else mtp.TABLES  # of which it has a part
+        head = models.placed(mtp.read(put, family, whole, weights.embed, weights.head, own), where.to_device)
     weights = weights if rank is None else rank.with_slots(weights, read, where)
     model = Model(family, placed, weights, fingerprint, models.bytes_of((weights, head)), head=head)
     model = model if rank is None else rank.part(model)
@@ -1271,7 +1283,7 @@ def _engine(
         num_draft_tokens=num_draft_tokens,
         draft_model=draft_model,
     )
-    if leader is not None or model.mesh is None or speculate != "draft":  # else the first rank has what drafts
+    if leader is not None or model.mesh is None or speculate not in ("mtp", "draft"):  # else the first rank drafts
         engine.speculating(where="load")  # refuses what the model cannot do
     free = device.free_memory() - WORKING_BYTES
     if cache_memory is not None:

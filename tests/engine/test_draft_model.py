@@ -36,7 +36,7 @@ FAMILIES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCosts, "__call__", lambda self, tokens: 1.0)
-    monkeypatch.setattr(speculate, "_GAIN", 1.0)
+    monkeypatch.setattr(speculate, "GAIN", 1.0)
 
 
 @pytest.fixture

@@ -5,15 +5,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
+from penstock import api
 from penstock.api import LLM, load_random
 from penstock.engine.draft_gate import DraftGate
 from penstock.engine.engine import Engine
+from penstock.engine.rank import Rank
+from penstock.engine.ranks import Follower
 from penstock.engine.request import Request
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculate import StepCosts
+from penstock.engine.steps import Run
+from penstock.models.split import Mesh
 from tests.engine.test_speculate import HEADS
-from tests.models.common import small_config, some_tokens
+from tests.models.common import error, small_config, some_tokens
 from tests.models.made import decoded
+from tests.parallel.streamed import TurnGroup, Turns
 
 
 def made(config: dict[str, Any]) -> LLM:
@@ -56,8 +64,9 @@ def check_accepted(llm: LLM, prompt: list[int], count: int, acceptance: tuple[fl
     logits = decoded(llm, [*prompt, *done.tokens[:-1]], len(prompt))
     best = logits.argmax(1)  # where a draft is that token and does not count, the one behind it stands for it
     own = [token in (one, (one + 1) % logits.shape[1]) for one, token in zip(best, done.tokens, strict=True)]
-    # the first of the prompt, one without drafts, then of each step the token behind the drafts that count
-    places = [0, 1, *range(1 + drafts, count, drafts)]
+    # the first of the prompt, one without drafts by a device that drafts by itself, then of each step the token behind
+    # the drafts that count
+    places = [0, *range(1 if llm.engine.drafts_ahead else drafts, count, drafts)]
     assert all(own[place] for place in places)
 
 
@@ -66,6 +75,75 @@ def test_text_and_states_in_the_interpreter() -> None:
     llm.engine.allocate(sequences=2)
     check_text(llm, [[1, 2], [3]], 3, 1, temperature=0.8, seed=3)
     check_accepted(llm, [5, 6], 6, (1.0, 0.0))
+
+
+def check_kept(engine: Engine) -> None:
+    """Logits behind two of three tokens that were verified are those behind two that were read."""
+    kept, read = engine.open(), engine.open()
+    engine.prefill(kept, [5, 6])
+    engine.step([Run(kept, np.array([7, 8, 9], np.int32), "all", keep=True)])
+    engine.accept(kept, 2)
+    engine.prefill(read, [5, 6, 7, 8])
+    got, want = engine.decode([kept, read], [3, 3])
+    assert error(got, want) <= 5e-6
+
+
+class ThroughHost(Turns):
+    """Ranks whose exchanges are not captured."""
+
+    capturable = False
+
+
+def on_two_ranks(config: dict[str, Any], work: Any) -> None:
+    """Do something with a random model on rank 0 while rank 1 follows, both on one device."""
+    options = {"dtype": "float32", "activations": "float32", "state_dtype": "float32", "expert_cache": "auto"}
+    given = {"config": config, "device": "cuda", "max_context": 64, "threads": 1, "seed": 0, "deterministic": True}
+    given |= {"on_device": False, "cache_memory": None, "speculate": "mtp", "num_draft_tokens": None, **options}
+    turns = ThroughHost(2)
+    groups = TurnGroup.all(turns)
+
+    def one(number: int) -> Any:
+        about: Any = groups[number], Mesh(number, 2), {**given, "device": "cpu"}, 2, None
+        rank = Rank(*about)
+        llm = api._load_random(given, None, rank)
+        rank.agree(llm.engine)
+        if number:
+            return Follower(llm.engine, about[0]).run()
+        try:
+            return work(llm)
+        finally:
+            llm.engine.leader.end()  # type: ignore[union-attr]
+
+    turns.run(one)
+    assert turns.exchanged[0] == turns.exchanged[1]
+
+
+def test_the_head_of_rank_0_drafts_in_the_interpreter() -> None:
+    """The host reads drafts and says how many count; the states of both ranks wait for that."""
+
+    def work(llm: LLM) -> None:
+        assert not llm.engine.drafts_ahead
+        llm.engine.allocate(sequences=2)
+        check_accepted(llm, [5, 6], 4, (1.0, 0.0))
+        check_kept(llm.engine)
+
+    quantized = {"linear_value_head_dim": 32, "quantization": {"bits": 4, "group_size": 32}}
+    on_two_ranks(small_config(mtp_num_hidden_layers=1, vocab_size=64, **quantized), work)
+
+
+@pytest.mark.cuda
+def test_cuda_ranks_have_the_text_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes on one GPU."""
+    monkeypatch.setenv("PENSTOCK_RANK_BACKEND", "gloo")
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, tokens: 1.0)
+    given: dict[str, Any] = {"device": "cuda", "dtype": "float32", "deterministic": True, "max_context": 600}
+    prompts = [some_tokens(n, n) for n in (3, 300, 40)]
+    with penstock.load(tensor_parallel_size=2, **given) as llm:
+        for options in ({}, {"temperature": 0.8, "seed": 3}):
+            want = llm.generate(prompts, max_tokens=24, speculate="off", **options)
+            found = llm.generate(prompts, max_tokens=24, speculate="mtp", num_draft_tokens=3, **options)
+            assert [done.tokens for done in found] == [done.tokens for done in want]
+            assert all(done.timings.draft_n > 0 for done in found)
 
 
 @pytest.mark.cuda

@@ -161,7 +161,7 @@ class DraftChain:
     @property
     def _options(self) -> dict[str, Any]:
         programs = self._programs
-        return {"activations": programs.activations, "dtype": programs.caches.dtype, "mesh": programs.mesh}
+        return {"activations": programs.activations, "dtype": programs.caches.dtype}
 
     def _specs(self, T: int, B: int) -> dict[str, Spec]:
         programs = self._programs

@@ -1,20 +1,21 @@
 """How many drafts the answers of a step get, where a device makes and accepts them by itself: as many as make tokens
 come soonest, by what steps of so many answers and drafts take and by how often drafts were accepted; none if that is
-best. Then some are tried now and then, ever more rarely while they do not pay.
+best. Then some are tried now and then, ever more rarely while they do not pay. Another number than before has to bring
+more by a factor of `GAIN`: what is known of both has errors of a few percent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.engine.speculate import PROBE, Speculation, StepCosts
+from penstock.engine.speculate import GAIN, PROBE, Speculation, StepCosts
 
 DRAFTED = (1, 2, 3, 7)  # of a sequence in a step
 MOST_ANSWERS = 32
 _SIZES = (1, 2, 4, 8, 16, MOST_ANSWERS)  # of answers, up to which steps are known apart
-_BEGIN, _STAY = 1.05, 1.0  # what drafts have to bring at the least, as a factor, behind a step without and with some
 _TRY = 4  # steps: the first has no drafts yet
 _RARELY = 16 * PROBE * _TRY
+_OLD = 0.7  # what was known of drafts counts so much when some are tried again: a try is few steps
 
 
 class DraftGate:
@@ -23,33 +24,32 @@ class DraftGate:
     def __init__(self, measured: Callable[[int], Mapping[int, float]] = lambda answers: {}) -> None:
         self._measured = measured
         self._costs: dict[int, StepCosts] = {}
-        self._drafts = 0  # of the last step
+        self._drafts = 0  # that seemed best for the last step
         self._plain = 0  # steps without since then
         self._every = PROBE * _TRY  # of them until some are tried
         self._trying = 0  # steps of a try that are left
 
     def drafts(self, answers: Sequence[Speculation]) -> int:
         """Of each of these answers in the next step."""
-        self._drafts = self._chosen(answers)
-        return self._drafts
-
-    def _chosen(self, answers: Sequence[Speculation]) -> int:
         if len(answers) > MOST_ANSWERS:
             return 0
         most = min(one.most for one in answers)
         if any(one.fixed for one in answers):
             return most
         costs = self._costs_of(len(answers))
-        best, nearest = self._best(answers, costs, most) if costs.known(1) else (0, 1)
-        if best:
+        self._drafts, nearest = self._best(answers, costs, most) if costs.settled(1) else (0, 1)
+        if self._drafts:
             self._plain, self._every, self._trying = 0, PROBE * _TRY, 0
-            return best
+            return self._drafts
         if self._trying:
             self._trying -= 1
             return nearest
         self._plain += 1
         if self._plain >= self._every:
             self._plain, self._every, self._trying = 0, min(2 * self._every, _RARELY), _TRY
+            own = [one.acceptance for one in answers]
+            for known in {*own, *(one.others for one in own)} - {None}:
+                known.fade(answers[0].kind, _OLD)
         return 0
 
     def _best(self, answers: Sequence[Speculation], costs: StepCosts, most: int) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class DraftGate:
         for one in answers:
             for place, chance in enumerate(one.acceptance.chances(one.kind, sizes[-1])):
                 gains[place] += chance
-        best, rate = 0, (_STAY if self._drafts else _BEGIN) * len(answers) / costs(1)
+        best, rate = 0, self._favoured(0) * len(answers) / costs(1)
         least = costs(1)  # what a step of more drafts takes at the least
         nearest, near = 1, 0.0
         for size in sizes:
@@ -74,11 +74,15 @@ class DraftGate:
                 continue
             least = max(least, costs(1 + size))
             found = tokens / costs(1 + size)
-            if found > rate:
-                best, rate = size, found
             if found > near:
                 nearest, near = size, found
+            if found * self._favoured(size) > rate:
+                best, rate = size, found * self._favoured(size)
         return best, nearest
+
+    def _favoured(self, drafts: int) -> float:
+        """By what the tokens per second of so many drafts count more than those of others."""
+        return GAIN if drafts == self._drafts else 1.0
 
     def record(self, answers: int, drafts: int, seconds: float) -> None:
         """A step of answers alone, with so many drafts of each, took so long."""

@@ -492,7 +492,7 @@ class CapturedHead:
         specs |= {name: spec for name, spec in programs.cache_specs().items() if name.startswith(f"cache{own}.")}
 
         def fn(**given: Any) -> Any:
-            options = {"activations": programs.activations, "dtype": programs.caches.dtype, "mesh": programs.mesh}
+            options = {"activations": programs.activations, "dtype": programs.caches.dtype}
             step = ragged_step(given, programs.windows, active=given["sequence"], **options)
             if form == "next":
                 hidden = programs.rows_of(given["recycled"], given["from"])

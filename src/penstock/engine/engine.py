@@ -168,7 +168,7 @@ class Engine:
             layouts = with_room(layouts, 1 + drafts if drafts and model.family.commits(model.config) else 0)
         by_itself = not self.device.captures or model.experts is None  # else the host would decide between replays
         asked = speculate == "mtp" or (speculate == "auto" and by_itself)
-        whole = model.mesh is None or (leader is not None and not self.device.captures)  # the first rank has the head
+        whole = model.mesh is None or leader is not None  # the first rank has the head
         runs_head = self.device.runs_programs and whole and drafts > 0 and asked
         head = model.head if runs_head and model.family.final_norm is not None else None
         if head is not None:
