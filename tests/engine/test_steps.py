@@ -38,16 +38,16 @@ def model(name: str, device: str) -> LLM:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_and_answers_in_one_step_have_the_bits_that_each_has_alone(name, device):
     engine = model(name, device).engine
-    texts = [some_tokens(40)[start : start + 24] for start in (0, 5, 9, 16)]
-    prompts = (20, 3, 11, 1)
+    prompts, answers = (20, 3, 11, 1), (4, 5, 4, 6)
+    texts = [some_tokens(40)[start:][: p + a] for start, p, a in zip((0, 5, 9, 16), prompts, answers, strict=True)]
     want = [alone(engine, text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
     sequences = [engine.open() for _ in texts]
     got: list[list[np.ndarray]] = [[] for _ in texts]
-    for number in range(24 + len(texts)):
+    for number in range(max(answers) + len(texts)):
         # each joins at another step with its whole prompt, while those before it go on token by token
         runs, whose = [], []
         for n, sequence in enumerate(sequences):
-            if number < n or sequence.length == 24:
+            if number < n or sequence.length == len(texts[n]):
                 continue
             chunk = texts[n][: prompts[n]] if sequence.length == 0 else [texts[n][sequence.length]]
             runs.append(Run(sequence, ids(chunk), prompt=sequence.length == 0))

@@ -59,6 +59,9 @@ def _blocks(w: Array | QuantizedTensor) -> Iterator[tuple[slice, Any]]:
     """Row slices of w small enough to make dense."""
     N, K = w.shape
     step = max(1, _BLOCK // K)
+    if step >= N:
+        yield slice(0, N), w
+        return
     for start in range(0, N, step):
         rows = slice(start, min(start + step, N))
         part = w.rows(rows) if isinstance(w, QuantizedTensor) else w[rows]

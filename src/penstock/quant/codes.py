@@ -1,5 +1,6 @@
 """Codes in packed words: a row is one little-endian bit stream."""
 
+import functools
 import math
 
 import numpy as np
@@ -35,6 +36,13 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     return words.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 32)
 
 
+@functools.cache
+def _in_bytes(bits: int) -> np.ndarray:
+    """The codes in each value of a byte [256], all of a byte as one item."""
+    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & 2**bits - 1
+    return codes.astype(np.uint8).view(f"u{8 // bits}")[:, 0]
+
+
 def unpack_codes(packed: np.ndarray, bits: int) -> np.ndarray:
     """uint32 `[..., W]` to codes uint8 `[..., K]`, K = 32 * W / bits, the inverse of `pack_codes`.
 
@@ -46,6 +54,9 @@ def unpack_codes(packed: np.ndarray, bits: int) -> np.ndarray:
         raise DTypeError(f"unpack_codes: packed has dtype {dtype_name(packed.dtype)}, expected uint32")
     if packed.ndim < 1 or packed.shape[-1] < 1 or packed.shape[-1] * 32 % bits:
         raise ShapeError(f"unpack_codes: packed has shape {packed.shape}, expected words that {bits}-bit codes fill")
+    if 8 % bits == 0:  # whole codes in a byte
+        octets = np.ascontiguousarray(packed, "<u4").view(np.uint8)
+        return octets.copy() if bits == 8 else _in_bytes(bits).take(octets).view(np.uint8)
     cycle = math.lcm(bits, 32)
     words = packed.reshape(*packed.shape[:-1], packed.shape[-1] * 32 // cycle, cycle // 32)
     codes = np.empty((*words.shape[:-1], cycle // bits), np.uint8)
