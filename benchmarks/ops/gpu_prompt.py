@@ -189,8 +189,8 @@ EXPERT_TILES = (
     ((32, 128, 128, 8, 3), 128, False),
     ((32, 128, 32, 8, 4), 128, False),
 )
-# Tiles of a router's scores: BM, BN, groups at a time, warps, stages.
-SCORE_TILES = ((64, 64, 1, 4, 4), (64, 128, 1, 4, 3), (128, 64, 1, 4, 4), (64, 128, 1, 8, 3), (32, 64, 2, 4, 3))
+# Tiles of a router's scores: BM, BN, warps, stages.
+SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (32, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4))
 # Rows of a program and its warps, of a norm with the sum before it.
 NORM_SHARES = ((1, 4), (1, 2), (1, 8), (2, 4), (2, 8), (4, 8))
 
@@ -256,7 +256,6 @@ def expert_sizes(T: int, even: bool) -> list[dict[str, Any]]:
 def score_sizes(T: int) -> list[dict[str, Any]]:
     """A router's scores with each of `SCORE_TILES`, checked against float64."""
     from penstock.backends.cuda import _exact
-    from penstock.backends.cuda._tuning import ExactTiles
 
     x, w = normal(T, DIM), random_weight(EXPERTS, DIM, bits=8)
     want, got = x.double() @ dequantize(w).double().t(), torch.empty(T, EXPERTS, device="cuda")
@@ -268,8 +267,7 @@ def score_sizes(T: int) -> list[dict[str, Any]]:
 
     rows = []
     for sizes in SCORE_TILES:
-        _exact.EXACT_TILES = (ExactTiles(T, 0, *sizes),)
-        _exact._launch.cache_clear()
+        _exact.SCORES = (1, 1024, *sizes)
         name = f"T={T} {sizes}"
         rows += attempt(name, functools.partial(timed, name))
     return rows

@@ -72,6 +72,21 @@ def test_exact_product_keeps_rows_apart(rng):
     assert bool(got[7].isnan().all())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("T", "N", "gs"), [(70, 33, 64), (17, 40, 32), (1, 1, 128)])
+def test_scores_of_codes_in_bytes_are_not_rounded(T, N, gs, dtype, rng, monkeypatch):
+    monkeypatch.setattr(_exact, "SCORES", (1, 1024, 32, 64, 4, 3))
+    x, w = normal(rng, T, 3 * gs, dtype=dtype), quantized(rng, N, 3 * gs, bits=8, group_size=gs, dtype=dtype)
+    made = to_device(x), to_device(w)
+    got = torch.full((T, N), torch.nan, device=DEVICE)
+    assert _exact.takes_exactly(*made, got, True)
+    _exact.exact_product(*made, got)
+    want = reference(ops.quantized_matmul, x=x, w=w, dtype="float32")
+    close(got.cpu().numpy(), want)
+    with penstock.backend("cuda"):
+        assert torch.equal(ops.quantized_matmul(*made, dtype="float32"), got)  # which goes this way
+
+
 # -- matvec ----------------------------------------------------------------------------------------------------------
 
 

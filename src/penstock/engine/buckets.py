@@ -427,7 +427,8 @@ class BucketedSteps:
             least, most = next(span for span in _spans((_CHOOSING, _FEW, joined, MIXED[-1])) if span[1] >= rows)
             least = max(2, least)
         elif bucket.answers:
-            least, most = next(span for span in _spans((1, _CHOOSING, _FEW, joined, self.answers[-1])) if span[1] >= rows)
+            spans = _spans((1, _CHOOSING, _FEW, joined, self.answers[-1]))
+            least, most = next(span for span in spans if span[1] >= rows)
             most = min(most, self.answers[-1])
         else:
             least, most = (MIXED[0], joined) if rows <= joined else (joined + 1, MIXED[-1])

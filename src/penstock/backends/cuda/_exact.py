@@ -3,7 +3,8 @@
 A code or-ed into the mantissa of 2^bits is that number plus the code, exact in half precision as x is, and the sum of x
 over the group takes the number away again. Codes of a byte are two halves where the mantissa is too short for them.
 Weights go from shared memory to the tensor cores in the order in which their words hold them (`_gemm`: dot order); a
-small launch brings x into that order and adds up its groups.
+small launch brings x into that order and adds up its groups. Scores of a router, which has few rows of codes, take
+codes in bytes less 128 and x as it is: a copy of x would take about as long as they do.
 """
 
 import functools
@@ -26,12 +27,16 @@ from penstock.backends.cuda._launch import (
     wait_for_previous,
 )
 from penstock.backends.cuda._rows import rounded
-from penstock.backends.cuda._tuning import EXACT_NARROW, EXACT_PROGRAMS, EXACT_ROUNDED, EXACT_TILES
+from penstock.backends.cuda._tuning import EXACT_FEWEST, EXACT_PROGRAMS, EXACT_ROUNDED, EXACT_TILES, SCORES
 from penstock.quant import QuantizedTensor
+
+_SHIFT = tl.constexpr(8388608.0 + 128.0)  # a code or-ed into the mantissa of 2^23 is that number plus the code
 
 # Arrays of a product. x: in dot order; sums: of its groups; w: codes, scales, biases; parts, counters: of programs that
 # share K.
 _Arrays = namedtuple("_Arrays", "x sums w residual out parts counters")
+# Arrays of the scores of a router; codes: bytes.
+_Scores = namedtuple("_Scores", "x codes scales biases out")
 # What a product is compiled for: rows of K codes of BITS in groups of GS; GP: groups of a row of sums; tiles of BN of
 # them and BM rows of x; PARTS programs that share K, EACH groups for each, of which GROUPS at a time.
 _Constants = namedtuple("_Constants", "K BITS GS GP BM BN PARTS EACH GROUPS DTYPE")
@@ -217,6 +222,35 @@ def _exact_kernel(a, T, N, C: tl.constexpr, PDL: tl.constexpr):
             _store(a, total, m, n, live, N)
 
 
+# scores    out[t, n] = Σ_g s[n, g] · Σ_k (code[n, k] − 128) · x[t, k] + (b[n, g] + 128 · s[n, g]) · Σ_k x[t, k], k over
+#           the codes of group g, which has scale s and bias b
+# shapes    x [T, K] in half precision; codes uint8 [N, K]; scales, biases [N, K / GS] of any float; out float32 [T, N]
+# grid      (T tiles · N tiles,), T tiles first
+# bytes     x once for each N tile, the weight once for each T tile (from L2 but the first), out once
+# limits    K a multiple of GS, GS one of 16
+@triton.jit(do_not_specialize=["T"])
+def _scores_kernel(a, T, N, K: tl.constexpr, GS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr):
+    tiles = tl.cdiv(T, BM)
+    m = (tl.program_id(0) % tiles).to(tl.int64) * BM + tl.arange(0, BM)
+    n = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    j = tl.arange(0, GS)
+    s_at, b_at = a.scales + row * (K // GS), a.biases + row * (K // GS)
+    total = tl.zeros([BN, BM], tl.float32)
+    s, b = tl.load(s_at), tl.load(b_at)
+    for g in range(K // GS):
+        codes = tl.load(a.codes + row[:, None] * K + g * GS + j[None, :])
+        x = tl.load(a.x + m[:, None] * K + g * GS + j[None, :], mask=(m < T)[:, None], other=0.0)
+        scale, bias = s.to(tl.float32)[:, None], b.to(tl.float32)[:, None]
+        following = tl.minimum(g + 1, K // GS - 1)  # its scales are on their way while this group is multiplied
+        s, b = tl.load(s_at + following), tl.load(b_at + following)
+        w = ((codes.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - _SHIFT).to(DTYPE)
+        part = tl.dot(w, tl.trans(x.to(DTYPE)))
+        total += part * scale + tl.sum(x.to(tl.float32), axis=1)[None, :] * (bias + scale * 128.0)
+    at = a.out + m[:, None] * N + n[None, :]
+    tl.store(at, tl.trans(total), mask=(m < T)[:, None] & (n < N)[None, :])
+
+
 # -- launches --------------------------------------------------------------------------------------------------------
 
 
@@ -255,19 +289,34 @@ def takes_codes(x: torch.Tensor, w: Any) -> bool:
 def takes_exactly(x: torch.Tensor, w: Any, out: torch.Tensor, exact: bool) -> bool:
     """Whether a product goes this way; exact: weights may not be rounded."""
     T, N = out.shape
-    if exact:
-        least = next(least for most, least in EXACT_NARROW if most >= N)
-        fits = least <= T
-    else:
-        fewest, most, rows = EXACT_ROUNDED
-        fits = fewest <= T <= most and rows <= N
-    return fits and takes_codes(x, w)
+    if exact and SCORES[1] >= N:
+        return _scores(x, w, out)
+    fewest, most, rows = (EXACT_FEWEST, T, 0) if exact else EXACT_ROUNDED
+    return fewest <= T <= most and rows <= N and takes_codes(x, w)
+
+
+def _scores(x: torch.Tensor, w: Any, out: torch.Tensor) -> bool:
+    """Whether these are the scores of a router: many rows, few rows of codes in bytes."""
+    return (
+        takes_codes(x, w)
+        and w.bits == 8
+        and len(x) >= SCORES[0]
+        and w.shape[0] <= SCORES[1]
+        and out.dtype is torch.float32
+    )
 
 
 def exact_product(x: torch.Tensor, w: QuantizedTensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
     """out [T, N] = residual + x [T, K] · wᵀ; out may be residual."""
     assert x.is_contiguous() and out.is_contiguous() and all(part.is_contiguous() for part in w.arrays)
     (T, K), N = x.shape, w.shape[0]
+    if residual is None and _scores(x, w, out):
+        *_, BM, BN, warps, stages = SCORES
+        a = _Scores(x, w.packed.view(torch.uint8), w.scales, w.biases, out)
+        _scores_kernel[(triton.cdiv(T, BM) * triton.cdiv(N, BN),)](
+            a, T, N, K, w.group_size, BM, BN, TL_DTYPES[dot_dtype(x, x, x)], num_warps=warps, num_stages=stages
+        )
+        return
     G = K // w.group_size
     BM, BN, parts, each, groups, warps, stages = _launch(T, N, G, multiprocessors(x))
     tiles = triton.cdiv(T, BM) * triton.cdiv(N, BN)

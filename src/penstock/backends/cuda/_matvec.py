@@ -324,6 +324,8 @@ def config(
     several = pairs > 1 or (not short and whole == busy and slots == 1 and tiles >= _tuning.MATVEC_LONG[0])
     if tokens == 1 and (narrow or (short and not wide)) and not normed and (several if whole <= busy else slots == 1):
         found = _long_rows(rows, whole, tiles, gated, pairs * slots == 1)
+    if tokens == 1 and (bits == 8 or (is_float(bits) and gs == 32 and code_bits(bits) == 4)) and not (wide or normed):
+        found = _wide_codes(is_float(bits), rows, blocks, tiles, gated, pairs, slots)
     if short:
         return _blocks_config(short, tokens, blocks, tiles, rows, narrow, wide, found)
     if found is not None:
@@ -378,6 +380,24 @@ def _long_rows(rows: int, blocks: int, tiles: float, gated: bool, alone: bool) -
     if 1 < tiles < short and 8 < blocks <= 16:
         return _coded(1, rows, 8)
     return None
+
+
+def _wide_codes(
+    floats: bool, rows: int, blocks: int, tiles: float, gated: bool, pairs: int, slots: int
+) -> Config | None:  # fmt: skip
+    """The launch for one token of codes in bytes or mxfp4 where 4 warps would go round; None: as for others."""
+    few, short, shared = _tuning.MATVEC_WIDE
+    if blocks <= _tuning.MATVEC_WARPS[0]:
+        return None
+    if floats:
+        if gated and pairs > 1 and blocks <= 12:
+            return _coded(1, rows, 4, 3)
+        return _coded(1, rows, 4, 3, shared) if 1 < slots <= blocks // 3 and 1 < tiles < short and pairs == 1 else None
+    if gated or pairs > 1 or slots > 1:
+        return None
+    if tiles >= few:
+        return _coded(1, 2 * rows, 2)
+    return _coded(1, rows, 2) if tiles >= short else _coded(1, rows, 4, 1, 2) if tiles > 1 else None
 
 
 NO_WEIGHT = (None,) * 5

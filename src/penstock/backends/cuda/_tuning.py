@@ -163,6 +163,12 @@ MATVEC_NORMED = {3: (2, 2), 4: (2, 2)}
 # With so many blocks and two to three tiles programs share K, about so many for each multiprocessor: [5120, 17408] 29.9
 # → 19.3, unshared at best 23.4. (Above three it is unmeasured alone.)
 MATVEC_LONG = (5.0, 2.0, 24, 14)
+# One token of codes in bytes and of mxfp4, rows of more than 4 blocks. Bytes: from so many tiles on 32 rows by 2 warps,
+# from so many on 16, below 4 warps of two programs that share K. In a step of 4 layers and the head of gpt-oss-20b, µs:
+# q, k, v and o so 458 → 440, the head [201088, 2880] 440 → 426 (16 rows 432, 3 blocks 448). Experts in mxfp4: gate and
+# up by 4 warps of 3 blocks 440 → 436 (2 blocks 467, 2 warps of 3 441), down by 4 warps of 3 blocks, so many programs
+# sharing a row, 440 → 435 (8 warps of 3 blocks 455, 16 443).
+MATVEC_WIDE = (5.0, 2.0, 4)
 MATVEC_NORM = 0  # widest row that a product of one row norms for itself
 MATVEC_DENSE = (16, 8, 2, 4)  # dense weights: with so many rows for each multiprocessor 8 in a program, else 2; warps
 MATVEC_EXACT = (64, 1024)  # tokens up to which it takes a weight of so few rows that may not be rounded
@@ -266,10 +272,13 @@ EXACT_TILES = (
     ExactTiles(_ANY, 0, 64, 64, 1, 4, 4),
 )
 EXACT_PROGRAMS = 3  # for each multiprocessor up to which K is shared
-# Rows from which weights that may not be rounded go this way, by rows of a weight; of rounded ones fewest and most, and
-# rows of a weight at least.
-EXACT_NARROW = ((1024, 1024), (_ANY, 17))
+# Rows from which weights that may not be rounded go this way; of rounded ones fewest and most, and rows of a weight at
+# least.
+EXACT_FEWEST = 17
 EXACT_ROUNDED = (17, 192, 4097)
+# Scores of a router of codes in bytes: tokens from which, rows of a weight up to which, BM, BN, warps, stages. [256,
+# 2048] at 4096 tokens 46 → 30 µs; at 512 lanes take 11.
+SCORES = (1024, 1024, 64, 128, 4, 3)
 # Experts by pairs of a tile. 256 experts of [512, 2048], gate and up, and down in µs: 32 tokens 62 and 34 (tiles of
 # `GROUPED` 84 and 44), 128 tokens 97 and 58, 256 tokens 127 and 81 (tiles of 16: 132 and 81). Gate and up with 2 tiles:
 # 62 at 32 tokens, 101 at 128, 138 at 256. In a step of 8 layers down with 2 tiles instead of 4: 765 µs instead of 787
