@@ -109,6 +109,10 @@ class HeadRunner(Protocol):
         """The same, and draft what is asked for behind each run."""
         ...
 
+    def prepare(self, sequence: Sequence, positions: int) -> None:
+        """Have fills of one sequence, empty and with pages for so many positions, ready by their sizes."""
+        ...
+
     def unbind(self) -> None:
         """Let go of the caches' arrays."""
         ...
@@ -220,6 +224,10 @@ class HeadDrafter:
         for part in _within([self._taken(one.sequence, one.answer, "none") for one in waiting]):
             self._runner.fill([run for run, _ in part], [row for _, rows in part for row in rows])
 
+    def prepare(self, sequence: Sequence, positions: int) -> None:
+        """Have what computes rows that wait, up to so many of one sequence, ready before it is asked for."""
+        self._runner.prepare(sequence, positions)
+
     def caught_up(self, sequence: Sequence) -> None:
         """The device has computed all before the next token by itself."""
         self._waiting[sequence] = _Waiting(sequence.length, [], [])
@@ -257,6 +265,9 @@ class ExactHead:
 
     def copy(self, hidden: Any) -> Any:
         return hidden.copy()
+
+    def prepare(self, sequence: Sequence, positions: int) -> None:
+        pass  # sizes are bound when they are met, in milliseconds
 
     def fill(self, runs: Seq[Run], rows: Rows) -> None:
         self._run(runs, rows)
@@ -383,6 +394,11 @@ class CapturedHead:
         self._bring(rows)
         self._inputs.send(values)
         self._runner("fill", T, B, None).run()
+
+    def prepare(self, sequence: Sequence, positions: int) -> None:
+        self._ready()
+        for rows in (size for size in _SIZES if size <= positions):
+            self.fill([Run(sequence, np.zeros(rows, np.int32), "none")], [self._hidden[:rows]])
 
     def draft(self, asked: Seq[Asked], runs: Seq[Run], rows: Rows) -> None:
         self._ready()

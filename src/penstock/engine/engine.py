@@ -684,6 +684,8 @@ class Engine:
                     for sequence in opened:
                         self.caches.reserve(sequence, POSITIONS_TO_PREPARE)
                     steps.prepare_drafting(opened)
+                    if self.drafter is not None:
+                        self.drafter.prepare(opened[0], POSITIONS_TO_PREPARE)
             finally:
                 for sequence in opened:
                     self.close(sequence)
