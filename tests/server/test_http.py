@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -66,10 +67,16 @@ BYTES = {
 }
 
 
+@pytest.fixture(scope="module")
+def answers(place):
+    """To all BYTES, sent at once: most wait for a limit."""
+    with ThreadPoolExecutor(len(BYTES)) as pool:
+        return dict(zip(BYTES, pool.map(lambda name: place.send(BYTES[name][0]), BYTES), strict=True))
+
+
 @pytest.mark.parametrize("name", BYTES)
-def test_bytes_that_are_no_request_get_an_error_and_an_end(place, name):
-    data, status = BYTES[name]
-    response = place.send(data)
+def test_bytes_that_are_no_request_get_an_error_and_an_end(place, answers, name):
+    response, status = answers[name], BYTES[name][1]
     assert status_of(response) == status, response
     assert error_of(response)["message"]
     assert place.client.get("/health").status_code == 200
