@@ -1,5 +1,6 @@
 """Sampling: known answers of Philox, a plain second implementation, statistics, penalties by hand, and refusals."""
 
+import functools
 import math
 from dataclasses import fields
 
@@ -46,8 +47,13 @@ def plain_choice(logits, position, *, temperature, top_k=0, top_p=1.0, min_p=0.0
 
 def noise(seed, position, i):
     """Gumbel noise of one id, with Python's numbers."""
-    word = philox4x32((position, i // 4, 0, 0), (seed & ONES, seed >> 32))[i % 4]
+    word = words_of(position, i // 4, seed)[i % 4]
     return -math.log(-math.log((word + 0.5) / 2**32))
+
+
+@functools.lru_cache(1)  # four ids share them
+def words_of(position, i, seed):
+    return philox4x32((position, i, 0, 0), (seed & ONES, seed >> 32))
 
 
 # random numbers

@@ -3,6 +3,7 @@
 Ranks are threads here, joined by a communicator that the test has; tests/parallel has processes.
 """
 
+import functools
 import itertools
 import zlib
 from dataclasses import dataclass, replace
@@ -47,6 +48,20 @@ class Weighed:
     config: Any = None
 
 
+def _rng(path: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(path.encode()))
+
+
+@functools.lru_cache(1000)  # every rank of a model draws them all
+def _drawn(path: str, shape: tuple[int, ...], bits: int) -> Any:
+    narrow = 0.25 if path.endswith(("o_proj", "out_proj", "down_proj")) else 1.0
+    drawn = (_rng(path).standard_normal(shape) * narrow * shape[-1] ** -0.5).astype(np.float32)
+    if bits == 16 or shape[-1] % GROUP:
+        return drawn.astype(bfloat16)
+    rows = penstock.quantize(drawn.reshape(-1, shape[-1]), bits=bits, group_size=GROUP)
+    return rows.with_arrays(*(array.reshape(*shape[:-1], -1) for array in rows.arrays))
+
+
 class Drawn:
     """Weights that depend on their path alone. spelling: of the experts, "stacked", "joined" or "each"."""
 
@@ -60,19 +75,11 @@ class Drawn:
             return self.spelling == "joined"
         return path != "lm_head" and not path.endswith(("embed_q", "unembed_out"))
 
-    def _rng(self, path: str) -> np.random.Generator:
-        return np.random.default_rng(zlib.crc32(path.encode()))
-
     def weight(self, path: str, *shape: int) -> Any:
-        narrow = 0.25 if path.endswith(("o_proj", "out_proj", "down_proj")) else 1.0
-        drawn = (self._rng(path).standard_normal(shape) * narrow * shape[-1] ** -0.5).astype(np.float32)
-        if self.bits == 16 or shape[-1] % GROUP:
-            return drawn.astype(bfloat16)
-        rows = penstock.quantize(drawn.reshape(-1, shape[-1]), bits=self.bits, group_size=GROUP)
-        return rows.with_arrays(*(array.reshape(*shape[:-1], -1) for array in rows.arrays))
+        return _drawn(path, shape, self.bits)
 
     def vector(self, path: str, *shape: int) -> np.ndarray:
-        drawn = self._rng(path).standard_normal(shape).astype(np.float32)
+        drawn = _rng(path).standard_normal(shape).astype(np.float32)
         return 0.1 * drawn if path.endswith("bias") or "conv1d" in path else 1 + 0.2 * drawn
 
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Any:
@@ -119,7 +126,7 @@ CASES = {
     "lfm2": (LFM2["dense"] | {"num_attention_heads": 4, "num_key_value_heads": 4}, "each"),
     "ministral": (seeing(llama_config("ministral3", **MINISTRAL | {"head_dim": 32})), "stacked"),
 }
-TOKENS = np.random.default_rng(0).integers(0, 200, 11).tolist()
+TOKENS = np.random.default_rng(0).integers(0, 200, 9).tolist()
 
 
 def engine_of(raw: Any, source: Any, device: Any, mesh: Mesh | None, **options: Any) -> Engine:
