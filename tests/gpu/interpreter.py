@@ -113,14 +113,13 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 _SCALARS = (core.int1, core.int8, core.int16, core.int32, core.int64, core.uint8, core.uint16, core.uint32)
 _SCALARS += (core.uint64, core.float16, core.bfloat16, core.float32, core.float64, core.float8e5, core.float8e4nv)
-_check_handle = interpreter.TensorHandle.__post_init__
 _ITEMSIZES = {dtype.name: max(dtype.primitive_bitwidth, 8) // 8 for dtype in _SCALARS}
 
 
 def _init_handle(self: Any, data: Any, dtype: Any, attr: dict | None = None) -> None:
     self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
     if data.itemsize > _ITEMSIZES.get(dtype.name, 0):
-        _check_handle(self)
+        self.__post_init__()
 
 
 # -- operands --------------------------------------------------------------------------------------------------------

@@ -23,6 +23,13 @@ from penstock.weights.safetensors import DTYPES, SafetensorsFile, TensorInfo
 from tests.weights.common import entry, safetensors_bytes
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """What tests of other files left is looked through once, not at every collection here (2 s each)."""
+    gc.collect()
+    gc.freeze()
+
+
 def write(folder: Path, *content, **keywords) -> Path:
     path = folder / "model.safetensors"
     path.write_bytes(safetensors_bytes(*content, **keywords))
