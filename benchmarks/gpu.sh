@@ -48,7 +48,8 @@ shard() { # NAME COMMAND…: the command once per shard, side by side; prints th
 : >"$out/gpu_tests.txt"
 : >"$out/gpu_failures.txt"
 case " $parts " in *" tests "*)
-  shard tests "$python" -m pytest -v -p no:cacheprovider -m "cuda and not slow" ${TESTS:-tests/gpu}
+  shard tests "$python" -m pytest -v -p no:cacheprovider --continue-on-collection-errors \
+    -m "cuda and not slow" ${TESTS:-tests/gpu}
   ;; esac
 case " $parts " in *" sanitizer "*)
   if command -v compute-sanitizer >/dev/null; then
