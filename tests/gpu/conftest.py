@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 collect_ignore = [] if importlib.util.find_spec("gguf") else ["test_gguf.py"]  # what writes files of models
 
 interpreter.quicken()
+interpreter.check_alignment()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,6 @@
-"""Triton's interpreter without its needless work: kernels give the same bits in a fifth of the time."""
+"""Triton's interpreter without its needless work, where kernels give the same bits in a fifth of the time, and with an
+error for addresses that a GPU refuses.
+"""
 
 import dataclasses
 import functools
@@ -37,6 +39,36 @@ def quicken() -> None:
     semantic.TritonSemantic.binary_op_type_checking_impl = _operands
     semantic.TritonSemantic.broadcast_impl_value = _broadcast
     semantic.TritonSemantic.cast = _cast
+
+
+class _Aligned:
+    """The interpreter's loads and stores, of numbers that begin at a multiple of their size alone: on a GPU others end
+    the process.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.__dict__.update({name: getattr(memory, name) for name in dir(memory) if not name.startswith("_")})
+        self.load, self.store = self._load, self._store
+
+    def _load(self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        _check(addresses, mask, np.dtype(dtype).itemsize, "load")
+        return self._memory.load(addresses, mask, other, dtype)
+
+    def _store(self, addresses: np.ndarray, value: np.ndarray, mask: np.ndarray) -> None:
+        _check(addresses, mask, value.dtype.itemsize, "store")
+        self._memory.store(addresses, value, mask)
+
+
+def _check(addresses: np.ndarray, mask: np.ndarray, size: int, what: str) -> None:
+    if size > 1 and np.any((addresses & np.uint64(size - 1)).astype(bool) & mask):
+        raise ValueError(f"{what} of numbers of {size} bytes from addresses that are no multiples of it")
+
+
+def check_alignment() -> None:
+    """For this process, if it interprets kernels."""
+    if knobs.runtime.interpret:
+        interpreter._interpreter = _Aligned(interpreter._interpreter)
 
 
 _slow_np_dtype = interpreter._get_np_dtype

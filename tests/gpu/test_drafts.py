@@ -169,4 +169,4 @@ def test_cuda_sizes_with_drafts_are_captured_and_measured() -> None:
     assert all(runner.captured for runner in steps._drafting.values())
     assert np.all([took > 0 for count in (1, 2, 4) for took in steps.draft_seconds(count).values()])
     fills = {rows for form, rows, *_ in llm.engine.drafter._runner._runners if form == "fill"}  # type: ignore[union-attr]
-    assert fills == {1, 2, 4, 8, 16, 32, 64, 128}
+    assert fills >= {1, 2, 4, 8, 16, 32, 64, 128}

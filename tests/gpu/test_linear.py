@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import penstock
 from penstock import ops
@@ -99,6 +101,33 @@ def test_matvec_takes_several_rows(T, bits, gs, dtype, rng):
         "dtype": "float32",
     }
     close(run(ops.quantized_matmul, "matvec", **arguments), reference(ops.quantized_matmul, **arguments))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_matvec_of_a_row_that_begins_anywhere(dtype, rng):
+    """As a part of a joined product does, whose other parts have odd numbers of columns."""
+    x, w = normal(rng, 1, 3 * 64 + 5, dtype=dtype), quantized(rng, 21, 3 * 64, group_size=64)
+    joined, weight = to_device(x), to_device(w)
+    for first in range(4):
+        want = reference(ops.quantized_matmul, x=np.ascontiguousarray(x[:, first : first + 192]), w=w)
+        with penstock.backend("cuda"):
+            got = ops.quantized_matmul(joined[:, first : first + 192], weight)
+        close(to_host(got), want, dtype)
+
+
+@pytest.mark.skipif(GPU, reason="a GPU has its own errors")
+def test_the_interpreter_refuses_addresses_as_a_gpu_does():
+    x = torch.arange(8, dtype=torch.int16)
+    with pytest.raises(Exception, match="load of numbers of 4 bytes"):
+        _first_word[(1,)](x[1:], x)
+    _first_word[(1,)](x[2:], x)
+    assert x[0] == 2 and x[1] == 3
+
+
+@triton.jit
+def _first_word(x_ptr, y_ptr):
+    word = tl.pointer_type(tl.int32)
+    tl.store(y_ptr.to(word), tl.load(x_ptr.to(word)))
 
 
 @pytest.mark.parametrize("N", some(7, 9, 15, 16, 33, 1, 17))

@@ -465,6 +465,8 @@ def launch(
     """
     arrays, bits, gs, G = weight_parts(w)
     ups = NO_WEIGHT if act is None else arrays if up is None else weight_parts(up)[0]
+    if x.data_ptr() % 4:  # x is read by words; a part of a joined product may begin at an odd number
+        x = x.clone()
     # Deterministic rows do not depend on how many there are. (Experts have one row of x each.)
     rounding = x.dtype if norm is None or normed is None else normed
     tokens, several = (passes_over(rounding, w) if ids is None else 1, 1) if deterministic() else (T, pairs)
