@@ -61,7 +61,8 @@ class _Aligned:
 
 
 def _check(addresses: np.ndarray, mask: np.ndarray, size: int, what: str) -> None:
-    if size > 1 and np.any((addresses & np.uint64(size - 1)).astype(bool) & mask):
+    low = np.uint64(size - 1)
+    if size > 1 and np.bitwise_or.reduce(addresses, axis=None) & low and np.any((addresses & low).astype(bool) & mask):
         raise ValueError(f"{what} of numbers of {size} bytes from addresses that are no multiples of it")
 
 
