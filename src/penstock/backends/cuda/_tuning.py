@@ -214,10 +214,12 @@ MOE_GROUPED = 1  # pairs per expert up to which they are taken one by one
 # 162 µs instead of 183 at T = 32, and 53 instead of 54 at T = 8.
 MOE_IN_TURN = 3  # experts per pair up to which pairs are sorted
 # Tokens up to which gate and up choose their experts from the router's logits: 8 layers and the head of Qwen3.6-35B-A3B
-# at one token 315 µs, with a choice at the end of the router's launch 336. 2 to 4 tokens are unmeasured.
+# at one token 315 µs, with a choice at the end of the router's launch 336; at 2, 3 and 4 tokens 417, 482 and 535, 465,
+# 538 and 584 with launches of their own for norm, product and choice (and columns copied, down as below without).
 MOE_CHOOSES = 4
 # Blocks of all routed experts of a token with which down has a warp for each, all of which share the common expert:
-# with 8 the same step takes 313.6 µs instead of 315.4. 4 are unmeasured, and so are several tokens, up to so many.
+# with 8 the same step takes 313.6 µs instead of 315.4. 4 are unmeasured. Several tokens, up to so many, were measured
+# together with the above alone.
 SHARED_DOWN, SHARED_DOWN_TOKENS = (4, 8), 4
 MOE_NORMED = 4096  # widest row that every program norms for itself: at 7168 73 µs against 62 and 1.6 for a norm
 
@@ -259,7 +261,8 @@ FEW_BLOCKS: dict[str | None, tuple[FewRows, ...]] = {
 FEW_WORDS = 8  # of a row that a lane loads for the groups of one block of scales, at most
 FEW_MOST = 16  # rows up to which lanes take a product; up to twice as many of a weight with so few rows
 FEW_NARROW = 4096
-FEW_EXACT = (1024, 256)  # float32 results: rows of a weight for any number of tokens, and tokens for any weight
+# Float32 results: rows of a weight for any number of tokens, and tokens for any weight that `EXACT_FEWEST` is not for.
+FEW_EXACT = (1024, 256)
 # Products of many rows whose groups are scaled behind tensor cores, the first row that fits. In µs on an H200 with 4
 # bits, float32 results of [248320, 2048] at 32, 64, 128, 256 and 512 rows 136, 194, 351, 687 and 1374 (lanes 209, 374,
 # 723 and 1390, tiles of float32 9473 at 512). Weights that may be rounded, in a step of 8 layers and the head of
