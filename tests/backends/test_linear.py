@@ -77,6 +77,19 @@ def test_quantized_matmul_of_a_few_rows_has_the_bits_of_many(bits, K, rng):
             assert_same_bits(variant, on_cpu(ops.quantized_matmul, x[rows], w, "int8", variant=variant), many[rows])
 
 
+@pytest.mark.parametrize("N", [19, 419], ids=["one thread", "threads"])
+@pytest.mark.parametrize("K", [480, 704, 1056])
+def test_fused_gate_up_of_rows_that_end_within_a_block_is_two_products(K, N, rng):
+    """Of two rows at once: the last block of one lies beside the other row."""
+    gate, up = (quantized(rng, N, K, bits=4, group_size=32) for _ in range(2))
+    x = normal(rng, 2, K)
+    for variant in VARIANTS:
+        g, u = (on_cpu(ops.quantized_matmul, x, w, "int8", variant=variant) for w in (gate, up))
+        for fused, gated in ((ops.fused_gate_up_swiglu, ops.swiglu), (ops.fused_gate_up_geglu, ops.geglu)):
+            got = on_cpu(fused, x, gate, up, "int8", variant=variant)
+            assert_close(variant, got, np.float64(on_cpu(gated, g, u)), 4e-7)
+
+
 @pytest.mark.parametrize("K", [2880, 64 * 7, 512 + 128, 1536])
 @pytest.mark.parametrize(
     "form",

@@ -55,6 +55,24 @@ def test_missing_kernels_lists_what_steps_call_and_changes_nothing(tmp_path):
     assert child.stdout.splitlines() == ["True True True", "[] None", "True"]  # looked at once
 
 
+def test_missing_kernels_are_listed_on_cpus_with_fewer_instructions(tmp_path):
+    """Where no kernel is loaded yet none gives a number, and a product must not want one."""
+    script = (
+        "import penstock\n"
+        "from penstock.backends.cpu import linear\n"
+        "from penstock.engine import compile_ahead as ahead\n"
+        "ahead.compile_model = ahead.start = lambda *given, **more: None\n"
+        "llm = penstock.load(device='cpu', activations='int8')\n"
+        "for variant in filter(linear._runs_here, linear.VARIANTS):\n"
+        "    linear._best = lambda: linear.VARIANTS[variant]\n"
+        "    print(len(ahead.missing_kernels(llm.engine, (2, 20), (1, 2))) >= 20)\n"
+    )
+    environment = os.environ | {"PENSTOCK_CACHE_DIR": str(tmp_path)}
+    child = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    assert set(child.stdout.splitlines()) == {"True"}
+
+
 def test_compile_families_know_kernels_of_every_family():
     families = shipped_by_family()
     assert list(families) == "deepseek_v3 gemma3 gemma3n gemma4 gpt_oss kimi_linear lfm2 llama qwen3_5".split()

@@ -319,7 +319,7 @@ def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
     by_size(_int8_rows, _int8_rows_parallel, x.size, x, w.gs, w.offset, xq, delta, total)
     paired = xq
     if _simd.width(w.kind) == 4 and how != PORTABLE and (how != _simd.VNNI or groups.least <= FEW):
-        paired = np.empty((P, paired_size(K)), np.int8)
+        paired = np.empty((P, paired_size.py_func(K)), np.int8)
         pair_rows(xq, paired)
     panelled = xq
     if how == _simd.VNNI and P > FEW and (_simd.width(w.kind) == 4 or w.kind == _simd.MXFP8):
@@ -755,7 +755,8 @@ def int8_gate_up(kind: int, how: int) -> tuple[Any, Any]:
     @njit
     def serial(gate, gate_s, gate_b, up, up_s, up_b, form, gs, offset, x, gelu, y):
         T, K = x.shape
-        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        xp = np.empty((T, paired_size(K) if pairs else K), np.int8)
+        xb = np.empty((T, block_size(K)), np.int8)
         delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
         rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
         strip(gate, gate_s, gate_b, up, up_s, up_b, form, gs, 0, y.shape[1], xp, xb, delta, total, gelu, y)
@@ -763,7 +764,8 @@ def int8_gate_up(kind: int, how: int) -> tuple[Any, Any]:
     @njit(parallel=True)
     def parallel(gate, gate_s, gate_b, up, up_s, up_b, form, gs, offset, x, gelu, y):
         T, K = x.shape
-        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        xp = np.empty((T, paired_size(K) if pairs else K), np.int8)
+        xb = np.empty((T, block_size(K)), np.int8)
         delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
         rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
         N, most = y.shape[1], STRIP if K > 512 else WIDE
