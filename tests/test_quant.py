@@ -378,6 +378,48 @@ def test_quantize_to_floats_equals_mlx(function, dtype, mode, mx, rng):
         assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("function", [quantize, quantize_reference])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantize_with_a_global_scale_equals_mlx(function, dtype, mx, rng):
+    x = floats_of_all_kinds(rng, dtype)
+    for factor in np.float32([1, 0.37, 5.5, 100, 1e-30, 3e30, 7.123]):
+        got = function(x, mode="nvfp4", global_scale=float(factor))
+        want = mx.quantize(to_mlx(mx, x), mode="nvfp4", global_scale=mx.array(factor))
+        assert (got.global_scale.shape, got.global_scale) == ((), factor)
+        for a, b in zip((got.packed, got.scales), want, strict=True):
+            assert_same_bits(a, from_mlx(mx, b))
+
+
+@pytest.mark.parametrize("function", [quantize, quantize_reference])
+def test_matrices_of_a_stack_have_global_scales_of_their_own(function, rng):
+    x = rng.standard_normal((3, 5, 64)).astype(np.float32)
+    factors = np.float32([3, 0.5, 70])
+    whole = function(x, mode="nvfp4", global_scale=factors)
+    for e, factor in enumerate(factors):
+        one = function(x[e], mode="nvfp4", global_scale=factor)
+        for a, b in zip(whole[e].arrays, one.arrays, strict=True):
+            assert_same_bits(a, b)
+    largest = np.abs(x).max(axis=(1, 2))
+    near = dequantize(function(x, mode="nvfp4", global_scale=largest))
+    assert np.abs(near - x).mean() < 0.09
+
+
+@pytest.mark.parametrize("function", [quantize, quantize_reference])
+@pytest.mark.parametrize(
+    ("mode", "factor", "error", "message"),
+    [
+        ("mxfp4", 1.0, InvalidArgument, "global_scale is given in mode 'mxfp4', expected it for nvfp4 alone"),
+        ("nvfp4", 0.0, InvalidArgument, "global_scale has a number that is not finite and above 0"),
+        ("nvfp4", np.float32([1, np.nan]), InvalidArgument, "global_scale has a number that is not finite and above 0"),
+        ("nvfp4", np.ones(3, F32), ShapeError, "global_scale has shape (3,), expected () or (2,)"),
+        ("nvfp4", "all", DTypeError, "global_scale is 'all', expected a number or float32"),
+    ],
+)
+def test_quantize_refuses_a_global_scale(function, mode, factor, error, message):
+    with pytest.raises(error, match=r"^quantize: " + re.escape(message)):
+        function(np.zeros((2, 3, 32), F32), mode=mode, global_scale=factor)
+
+
 def every_scale(rng, mode):
     """All bytes of scales, each over codes of all kinds."""
     known = MODES[mode]

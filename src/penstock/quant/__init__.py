@@ -23,7 +23,7 @@ from penstock.quant.formats import (
 )
 from penstock.quant.gguf_blocks import BLOCK_TYPES, BlockType, GgufPlanes, GgufTensor, in_planes
 from penstock.quant.gguf_planes import PLANES, Layout, Plane, layout_in_planes
-from penstock.quant.rounding import quantize, quantize_reference
+from penstock.quant.rounding import quantize, quantize_reference, units_of
 from penstock.quant.tensor import Quantized, QuantizedTensor
 from penstock.quant.values import dequantize, group_scales
 
@@ -58,5 +58,6 @@ __all__ = [
     "resolve",
     "scale_values",
     "to_torch",
+    "units_of",
     "unpack_codes",
 ]

@@ -9,14 +9,14 @@ from penstock.dtypes import FLOATS, dtype_name, round_to
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
 from penstock.quant.arrays import is_torch, to_numpy
 from penstock.quant.codes import pack_codes
-from penstock.quant.formats import COLUMNS, E2M1, E4M3, Format, resolve
+from penstock.quant.formats import COLUMNS, E2M1, E4M3, GLOBAL_UNIT, MODES, Format, resolve
 from penstock.quant.tensor import QuantizedTensor
 
 _BLOCK = 1 << 20  # weights the NumPy definitions handle at once: their temporaries stay below 40 MB
 
 
 def quantize(
-    array: Any, bits: int | None = None, group_size: int | None = None, mode: str = "affine"
+    array: Any, bits: int | None = None, group_size: int | None = None, mode: str = "affine", global_scale: Any = None
 ) -> QuantizedTensor:
     """Weights `[..., K]`, at least 2 axes, as codes and scales of groups, bit for bit as mlx.core.quantize on a CPU.
 
@@ -29,17 +29,20 @@ def quantize(
     float16 or bfloat16. The other modes (bits and group_size follow from the mode): m = max|w| / top in the dtype of
     `array`, top 6 (mxfp4, nvfp4) or 448 (mxfp8);
         mxfp4, mxfp8: scale = 2**ceil(log2(m)), its byte the exponent + 127 modulo 256; 1 where m is 0
-        nvfp4: scale = m rounded to E4M3, at most 448
-        code: the float nearest to w / scale, of E2M1 the one nearer to 0 in a tie, 0 where scale is 0
+        nvfp4: scale = m · u rounded to E4M3, at most 448, u = 2688 / global_scale in float32, or 1 without one
+        code: the float nearest to w / scale (nvfp4: in the dtype of `array`, times u), of E2M1 the one nearer to 0 in a
+            tie, 0 where scale is 0
+    global_scale (nvfp4): a finite number above 0, for all, or float32 `[...]`, one for each matrix of a stack; the
+    largest weight is a good one.
     A torch tensor gives torch arrays on its device; it is quantized on the host. Raises DTypeError, ShapeError, and
     InvalidArgument for a group with a value that is not finite or, affine, with hi - lo beyond float32.
     """
     format = resolve("quantize", bits, group_size, mode)
     if is_torch(array):
         _check_weights(array, format)
-        host = quantize(to_numpy(array.contiguous()), *format)
+        host = quantize(to_numpy(array.contiguous()), *format, global_scale)
         return host.to("torch" if array.device.type == "cpu" else str(array.device))
-    array, result = _quantize_buffers(array, format)
+    array, result = _quantize_buffers(array, format, global_scale)
     bad = backend_module("cpu", "quant").quantize_into(array, result)
     if bad >= 0:
         raise _unfit_group(array, bad, format.group_size)
@@ -47,15 +50,19 @@ def quantize(
 
 
 def quantize_reference(
-    array: np.ndarray, bits: int | None = None, group_size: int | None = None, mode: str = "affine"
+    array: np.ndarray,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str = "affine",
+    global_scale: Any = None,
 ) -> QuantizedTensor:
     """The definition of `quantize` in plain NumPy: the same results and errors without a compiler, but slower."""
     format = resolve("quantize", bits, group_size, mode)
-    array, result = _quantize_buffers(array, format)
-    groups, step = result.scales.size, _BLOCK // format.group_size
+    array, result = _quantize_buffers(array, format, global_scale)
+    groups, step, units = result.scales.size, _BLOCK // format.group_size, units_of(result)
+    units = np.repeat(units, groups // max(units.size, 1))[:, None]
     weights = array.reshape(groups, format.group_size)
     parts = [a.reshape(groups, a.size // max(groups, 1)) for a in result.parts]
-    rounded = _affine_groups if mode == "affine" else _float_groups
     with np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore"):
         for start in range(0, groups, step):
             rows = slice(start, start + step)
@@ -64,7 +71,10 @@ def quantize_reference(
             unfit = np.flatnonzero(~np.isfinite(spread))
             if unfit.size:
                 raise _unfit_group(array, start + int(unfit[0]), format.group_size)
-            codes, *rest = rounded(w, array.dtype, format)
+            if mode == "affine":
+                codes, *rest = _affine_groups(w, array.dtype, format)
+            else:
+                codes, *rest = _float_groups(w, array.dtype, format, units[rows])
             for part, made in zip(parts, (pack_codes(codes, format.bits), *rest), strict=True):
                 part[rows] = made
     return result
@@ -89,19 +99,28 @@ def _affine_groups(w: np.ndarray, dtype: np.dtype, format: Format) -> tuple[np.n
     return np.clip(codes, 0, n).astype(np.uint8), round_to(s, dtype), round_to(b, dtype)
 
 
-def _float_groups(w: np.ndarray, dtype: np.dtype, format: Format) -> tuple[np.ndarray, ...]:
-    """Codes and scale bytes of float32 groups [G, gs] that came as `dtype`: quotients are rounded to it."""
+def units_of(w: QuantizedTensor) -> np.ndarray:
+    """What weights are multiplied by before they are rounded, float32, for each matrix of a stack or one for all."""
+    if w.global_scale is None:
+        return np.ones(1, np.float32)
+    return (GLOBAL_UNIT / w.global_scale).reshape(-1)
+
+
+def _float_groups(w: np.ndarray, dtype: np.dtype, format: Format, unit: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Codes and scale bytes of float32 groups [G, gs] that came as `dtype`: quotients are rounded to it, then times
+    unit float32 [G, 1].
+    """
     top = np.float32(448 if format.mode == "mxfp8" else 6)
     m = round_to(np.abs(w).max(axis=1, keepdims=True) / top, dtype).astype(np.float32)
     if format.mode == "nvfp4":
-        scales = _e4m3_codes(m)
+        scales = _e4m3_codes(m * unit)
         factor = E4M3[scales]
     else:
         mantissa, exponent = np.frexp(m)  # m = mantissa * 2**exponent, 0.5 <= mantissa < 1
         exponent = np.where(m == 0, 0, exponent - (mantissa == np.float32(0.5)))
         scales = ((exponent + 127) % 256).astype(np.uint8)
         factor = np.ldexp(np.float32(1), exponent)
-    ratio = round_to(w / factor, dtype).astype(np.float32)
+    ratio = round_to(w / factor, dtype).astype(np.float32) * unit
     if format.mode == "mxfp8":
         return _e4m3_codes(ratio), scales
     # The first of the nearest ones: of -0 and 0 it is 0. Without a scale no difference is a number, and it is code 0.
@@ -120,15 +139,33 @@ def _e4m3_codes(x: np.ndarray) -> np.ndarray:
     return (code | np.signbit(x) << 7).astype(np.uint8)
 
 
-def _quantize_buffers(array: Any, format: Format) -> tuple[np.ndarray, QuantizedTensor]:
+def _quantize_buffers(array: Any, format: Format, global_scale: Any) -> tuple[np.ndarray, QuantizedTensor]:
     """The array, copied only if it is not contiguous, and room for its quantized form."""
     _check_weights(array, format)
+    whole = _checked_scale(global_scale, format, tuple(array.shape[:-2]))
     array = np.require(array, requirements=["C", "A"])
     *rows, K = array.shape
     packed = np.empty((*rows, K * format.bits // 32), np.uint32)
     groups, scale = (*rows, K // format.group_size), format.scale_dtype(array.dtype)
     scales, *biases = (np.empty(groups, scale) for _ in format.parts[1:])
-    return array, QuantizedTensor(packed, scales, biases[0] if biases else None, *format)
+    return array, QuantizedTensor(packed, scales, biases[0] if biases else None, *format, global_scale=whole)
+
+
+def _checked_scale(global_scale: Any, format: Format, matrices: tuple[int, ...]) -> np.ndarray | None:
+    """A global scale float32 [...] for each matrix of a stack."""
+    if global_scale is None:
+        return None
+    if not MODES[format.mode].global_scale:
+        raise InvalidArgument(f"quantize: global_scale is given in mode {format.mode!r}, expected it for nvfp4 alone")
+    found = to_numpy(global_scale) if is_torch(global_scale) else np.asarray(global_scale)
+    if found.dtype.kind not in "fiu":
+        raise DTypeError(f"quantize: global_scale is {global_scale!r:.60}, expected a number or float32")
+    found = found.astype(np.float32)
+    if found.shape not in ((), (1,), matrices):
+        raise ShapeError(f"quantize: global_scale has shape {found.shape}, expected () or {matrices}")
+    if not (np.isfinite(found) & (found > 0)).all():
+        raise InvalidArgument("quantize: global_scale has a number that is not finite and above 0, expected all so")
+    return np.array(np.broadcast_to(found if found.shape == matrices else found.reshape(()), matrices))
 
 
 def _unfit_group(array: np.ndarray, group: int, group_size: int) -> InvalidArgument:

@@ -23,7 +23,7 @@ from penstock.backends.cpu._formats import writable as bits_of
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import njit
 from penstock.dtypes import dtype_name
-from penstock.quant import GgufTensor, QuantizedTensor, group_scales, levels
+from penstock.quant import GgufTensor, QuantizedTensor, group_scales, levels, units_of
 
 _CHUNK = 128  # groups a thread takes at once: 4 to 16 thousand weights, enough to hide the two scratch arrays
 
@@ -42,7 +42,7 @@ def quantize_into(array: np.ndarray, out: QuantizedTensor) -> int:
     weights = readable(array).reshape(-1, out.group_size)
     if out.mode != "affine":
         top = np.float32(448 if out.mode == "mxfp8" else 6)
-        rest = (out.bits, out.mode == "nvfp4", top, _words(out), out.scales.reshape(-1))
+        rest = (out.bits, out.mode == "nvfp4", top, units_of(out), _words(out), out.scales.reshape(-1))
         return int(run(_quantize_floats, weights, fmt(array), *rest))
     packed, scales, biases = _words(out), bits_of(out.scales).reshape(-1), bits_of(out.biases).reshape(-1)
     return int(run(_quantize, weights, out.bits, fmt(out.scales), packed, scales, biases))
@@ -144,19 +144,21 @@ def _quantize_chunk(weights, bits, fmt, packed, scales, biases, start, stop):
 
 # quantize_floats  per group: scale and codes as penstock.quant.quantize defines them for modes that are not affine
 # shapes    weights [groups, gs] bits of a format, packed uint8 [groups, gs * bits / 8], scales uint8 [groups]; top: the
-#           largest float of the codes
+#           largest float of the codes; units float32 [matrices], of as many groups each
 # threads   prange over chunks of groups; a group belongs to one thread
 # bytes     groups * gs * itemsize in, groups * (gs * bits / 8 + 1) out, each once
 # limits    bits 4 or 8; no fast-math: quotients are IEEE float32, rounded to the weights' format
 @njit(parallel=True)
-def _quantize_floats(weights, fmt, bits, small_scales, top, packed, scales):
+def _quantize_floats(weights, fmt, bits, small_scales, top, units, packed, scales):
     """Returns the first group that is not finite, or -1."""
     groups = weights.shape[0]
     chunks = (groups + _CHUNK - 1) // _CHUNK
     unfit = np.empty(chunks, np.int64)
     for c in prange(chunks):
         stop = min(groups, (c + 1) * _CHUNK)
-        unfit[c] = _quantize_floats_chunk(weights, fmt, bits, small_scales, top, packed, scales, c * _CHUNK, stop)
+        unfit[c] = _quantize_floats_chunk(
+            weights, fmt, bits, small_scales, top, units, packed, scales, c * _CHUNK, stop
+        )
     for c in range(chunks):
         if unfit[c] >= 0:
             return unfit[c]
@@ -164,8 +166,8 @@ def _quantize_floats(weights, fmt, bits, small_scales, top, packed, scales):
 
 
 @njit
-def _quantize_floats_chunk(weights, fmt, bits, small_scales, top, packed, scales, start, stop):
-    gs = weights.shape[1]
+def _quantize_floats_chunk(weights, fmt, bits, small_scales, top, units, packed, scales, start, stop):
+    gs, each = weights.shape[1], weights.shape[0] // units.size
     pattern = np.empty(gs, np.int32)
     w = pattern.view(np.float32)
     for g in range(start, stop):
@@ -175,9 +177,9 @@ def _quantize_floats_chunk(weights, fmt, bits, small_scales, top, packed, scales
             most = max(most, np.int32(pattern[j] & np.int32(0x7FFFFFFF)))  # |w| orders as its bits do
         if most >= np.int32(0x7F800000):
             return g
-        m = widened(rounded(number(most) / top, fmt), fmt)
+        m, unit = widened(rounded(number(most) / top, fmt), fmt), units[g // each]
         if small_scales:
-            code = _e4m3_code(m)
+            code = _e4m3_code(m * unit)
             factor = _e4m3_value(code)
         else:
             exponent = _exponent_above(m)
@@ -188,7 +190,7 @@ def _quantize_floats_chunk(weights, fmt, bits, small_scales, top, packed, scales
         for i in range(row.size):
             row[i] = 0
         for j in range(gs):
-            ratio = widened(rounded(w[j] / factor, fmt), fmt) if factor != np.float32(0) else np.float32(0)
+            ratio = widened(rounded(w[j] / factor, fmt), fmt) * unit if factor != np.float32(0) else np.float32(0)
             if bits == 8:
                 row[j] = _e4m3_code(ratio)
             else:
