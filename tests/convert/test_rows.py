@@ -107,6 +107,9 @@ def test_cast_refuses_what_does_not_fit(rng: np.random.Generator) -> None:
     array[2, 1] = 70000
     with pytest.raises(CheckpointError, match=r"^w: holds 70000, expected at most 65504, the largest float16"):
         Cast(Given(array), np.dtype(np.float16), "w").read(0, 4)
+    array[1, 2] = np.nan
+    with pytest.raises(CheckpointError, match=r"^w: holds nan, expected finite numbers: damaged\?"):
+        Cast(Given(array), np.dtype(np.float16), "w").read(0, 4)
 
 
 def test_dequantized_rounds_as_the_scales_do(rng: np.random.Generator) -> None:

@@ -296,7 +296,8 @@ class Cast:
             made = found.astype(self.dtype)
         if self.dtype == np.float16 and not np.isfinite(made).all():
             wide = found[~np.isfinite(made)].astype(np.float32)
-            raise CheckpointError(f"{self.name}: holds {wide[0]:g}, expected at most 65504, the largest float16")
+            expected = "at most 65504, the largest float16" if np.isfinite(wide[0]) else "finite numbers: damaged?"
+            raise CheckpointError(f"{self.name}: holds {wide[0]:g}, expected {expected}")
         return made
 
 
