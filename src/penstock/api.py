@@ -38,7 +38,7 @@ from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models import mtp
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
-from penstock.models.gguf import GgufModel, open_gguf
+from penstock.models.gguf import open_gguf
 from penstock.models.random import DeviceRandomSource, Maker, Random, RandomPart, Shapes
 from penstock.models.source import (
     CheckpointSource,
@@ -776,12 +776,13 @@ def _load(
 
 def _drafts_alone(drafter: ResolvedModel, trunk: ResolvedModel, speculate: str) -> bool:
     """Whether what `draft_model` names is a model by itself, not a folder with the head of the trunk. A folder of the
-    trunk's own shapes that may have both has the head, unless a model is asked for.
+    trunk's own shapes that may have both has the head, unless a model is asked for; one without a tokenizer has a head.
     """
     if drafter.kind == "gguf":
         return True
     raw = drafter.read_config()
-    if mtp.is_head(raw) or speculate == "mtp":
+    has_tokenizer = drafter.kind == "demo" or (drafter.path / "tokenizer.json").is_file()
+    if mtp.is_head(raw) or speculate == "mtp" or not has_tokenizer:
         return False
     if speculate == "draft" or trunk.kind == "gguf":
         return True
@@ -1004,36 +1005,9 @@ def _read_gguf(
     rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     found = open_gguf(path)
-    config = found.read_config()
+    family, source, config = found.family, found.source, found.read_config()
     tokenizer = gguf_tokenizer(found.file)
-    if experts.asked:
-        model, notices = _stream_gguf(found, device, experts, options, progress, rank)
-        notices += [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
-        return _with_files(model, device, found.file), tokenizer, notices
-    _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
-    if device.compiles_ahead and rank is None:
-        compile_ahead.start(compile_ahead.missing_of, load, options)
-    source = found.source
-    if rank is not None:
-        source, config = rank.split(found.family, source, config, found.columns)
-    weights, placed = _weights(found.family, source, config, device, found.nbytes, progress)
-    weights = weights if rank is None else rank.with_slots(weights, config, device)
-    model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)
-    model = model if rank is None else rank.part(model)
-    notices = [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
-    return _with_files(model, device, found.file), tokenizer, notices
-
-
-def _stream_gguf(
-    found: GgufModel,
-    device: Device,
-    experts: ExpertOptions,
-    options: dict[str, Any],
-    progress: Callable[[float], None] | None,
-    rank: Rank | None = None,
-) -> tuple[AnyModel, list[str]]:
-    """A model of a GGUF file whose experts are read when they are chosen, or a rank's part of it."""
-    path, family, config, source = found.file.path, found.family, found.read_config(), found.source
+    remarks = tokens_beyond(f"{path}", tokenizer, config.vocab_size)
     nbytes, copied, owned = found.nbytes, found.copied_nbytes, None
     if rank is not None:
         source, config = rank.split(family, source, config, found.columns)
@@ -1042,18 +1016,28 @@ def _stream_gguf(
     caches = Caches(family.caches(config), options["dtype"], device)
     beside = WORKING_BYTES + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
     layers = _streamed_layers(family, source, config, experts, device, nbytes + beside)
-    away = owned_bytes(layers, owned)
-    whole = device.host_memory and rank is None  # of which nothing is copied but what has to be
-    rest = max(0, copied if whole else nbytes - away) + beside
-    budget = budget_of(experts, layers, rest, device, f"{path}", owned)
-    slot_counts(layers, budget, config.top_k, owned)
-    put = _putting(device, nbytes - away, progress)
-    weights = family.read_weights(FileBackedSource(source, put), config)
-    opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint, owned)
-    weights, streamed, notices = opened
-    weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
+    streamed = None
+    if layers or experts.asked:
+        away = owned_bytes(layers, owned)
+        whole = device.host_memory and rank is None  # of which nothing is copied but what has to be
+        kept = copied - sum(layer.dealt_nbytes for layer in layers) if whole else nbytes - away
+        budget = budget_of(experts, layers, max(0, kept) + beside, device, f"{path}", owned)
+        slot_counts(layers, budget, config.top_k, owned)
+        put = _putting(device, nbytes - away, progress)
+        weights = family.read_weights(FileBackedSource(source, put), config)
+        opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint, owned)
+        weights, streamed, told = opened
+        remarks = [*told, *remarks]
+        weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
+    else:
+        _check_fits(f"{path}", device, nbytes, copied)
+        if device.compiles_ahead and rank is None:
+            compile_ahead.start(compile_ahead.missing_of, load, options)
+        weights, placed = _weights(family, source, config, device, found.nbytes, progress)
+        weights = weights if rank is None else rank.with_slots(weights, config, device)
     model = Model(family, placed, weights, found.fingerprint, found.nbytes, streamed)
-    return model if rank is None else rank.part(model), notices
+    model = model if rank is None else rank.part(model)
+    return _with_files(model, device, found.file), tokenizer, [*remarks, *found.notices]
 
 
 def _with_files(model: AnyModel, device: Device, *files: Checkpoint | GgufFile) -> AnyModel:

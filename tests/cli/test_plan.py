@@ -1,10 +1,8 @@
-import dataclasses
 import functools
 import itertools
 import json
 import math
 import shutil
-from pathlib import Path
 
 import huggingface_hub
 import numpy as np
@@ -29,6 +27,8 @@ from penstock.weights.safetensors import SafetensorsFile
 from tests.cli.common import call
 from tests.cli.model import DEMO
 from tests.cli.test_bench import TINY
+from tests.models.gguf_files import write
+from tests.models.test_gguf_architectures import tokenizer_keys
 
 MEASURED = ("--memory-bandwidth", "10", "--link-bandwidth", "4", "--disk-bandwidth", "0.5")
 
@@ -415,17 +415,18 @@ def test_plan_prints_parts_tiers_and_flags(capsys):
     assert lines[-1].startswith("Flags: --expert-cache ")
 
 
-def test_plan_of_a_gguf_file_does_not_stream(capsys, monkeypatch):
-    real = planning.subject_of
-
-    def subject(*args):
-        return dataclasses.replace(real(*args), files=Path("model.gguf"))
-
-    monkeypatch.setattr(planning, "subject_of", subject)
-    found = planned(capsys, "--device", "cpu", "--device-memory", "275M")
-    assert not found["fits"]
-    shown = call(capsys, "plan", "--device", "cpu", "--device-memory", "275M", *MEASURED)
-    assert shown.out.splitlines()[-1].endswith("Experts of GGUF files are not streamed.")
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_K"])
+def test_plan_of_a_gguf_file_streams_its_experts(capsys, tmp_path, type_name):
+    path = str(write(tmp_path / "x.gguf", "qwen35moe", type_name, **tokenizer_keys()))
+    fitting = planned(capsys, path, "--device", "cpu")
+    memory = (path, "--device", "cpu", "--device-memory", str(fitting["needed_bytes"]))
+    found = planned(capsys, *memory)
+    assert found["fits"] and not found["resident"] and found["flags"][0] == "--expert-cache"
+    shown = call(capsys, "plan", *memory, "--memory-bandwidth", "10")  # the disk is measured
+    assert " reads of experts" in shown.out and f"penstock pack {path} makes each expert one read." in shown.out
+    assert call(capsys, "pack", path).status == 0
+    shown = call(capsys, "plan", *memory, "--memory-bandwidth", "10")
+    assert " reads of packed experts" in shown.out and "penstock pack" not in shown.out
 
 
 @pytest.mark.parametrize(

@@ -199,5 +199,19 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
     (other / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError):
         penstock.load(device="cpu", speculate="draft", draft_model=other)
+    shutil.copy(DEMO / "model.safetensors", other)
+    for changed, said in (
+        ({"hidden_size": 128}, "dim is 128, expected 256: it is the head of another model"),
+        ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3', expected a head of qwen3_5_moe"),
+    ):
+        described = json.loads((DEMO / "config.json").read_text())
+        inner = described.get("text_config", described)
+        (inner if "hidden_size" in changed else described).update(changed)
+        (other / "config.json").write_text(json.dumps(described))
+        (other / "tokenizer.json").unlink(missing_ok=True)  # so that it cannot be a model by itself
+        with pytest.raises(CheckpointError, match=f"other/config.json: {said}"):
+            penstock.load(device="cpu", draft_model=other)
+        with pytest.raises(InvalidArgument, match="other' has a head alone, expected a model that drafts"):
+            penstock.load(device="cpu", speculate="draft", draft_model=other)
     with pytest.raises(CheckpointError, match="nowhere"):
         penstock.load(device="cpu", speculate="draft", draft_model=tmp_path / "nowhere")

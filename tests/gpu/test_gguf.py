@@ -126,7 +126,8 @@ def test_planes_that_do_not_fit_are_refused(rng):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("wide_moe", "Q6_K"), pytest.param("llama", "Q5_1", marks=pytest.mark.slow)]
+    ("name", "kind"),
+    [("wide_moe", "Q6_K"), ("qwen3_moe", "Q8_0"), pytest.param("llama", "Q5_1", marks=pytest.mark.slow)],
 )
 def test_a_file_on_the_gpu_is_the_model_of_the_host(name, kind, tmp_path, monkeypatch):
     """Resident and, of experts, streamed through slots for some of them, from pinned memory and from disk."""
@@ -135,7 +136,7 @@ def test_a_file_on_the_gpu_is_the_model_of_the_host(name, kind, tmp_path, monkey
     path, tokens = write(tmp_path / "x.gguf", f"short {name}", kind), some_tokens(5)
     options = {"activations": "float32", "max_context": 128}
     want = penstock.load(path, device="cpu", **options).logits(tokens)
-    budgets = [{}, {"expert_cache": "60%", "expert_host": "30%"}] if name == "wide_moe" else [{}]
+    budgets = [{}, {"expert_cache": "60%", "expert_host": "30%"}] if "moe" in name else [{}]
     for budget in budgets:
         llm = penstock.load(path, device="cuda", dtype="float32", **options, **budget)
         if not GPU:

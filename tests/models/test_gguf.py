@@ -21,7 +21,8 @@ from tokenizers import pre_tokenizers
 import penstock
 from penstock.cli.main import run
 from penstock.engine.engine import Engine, Model
-from penstock.errors import CheckpointError, InvalidArgument
+from penstock.engine.options import WORKING_BYTES
+from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.models.gguf import GgufModel, open_gguf
 from penstock.ops.device import device_for
 from penstock.quant import BLOCK_TYPES, GgufTensor, QuantizedTensor
@@ -318,6 +319,57 @@ def test_parts_of_a_model_are_one_and_experts_are_streamed_from_them(tmp_path, m
     write_file(paths[1], {"split.no": 1, "split.count": 2}, {"output_norm.weight": made["output_norm.weight"]})
     with pytest.raises(CheckpointError, match=r"is in an earlier part, too|parts have \d+ tensors, expected \d+"):
         open_gguf(paths[0])
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_experts_in_groups_are_streamed_with_the_bits_of_resident_ones(tmp_path, monkeypatch, type_name):
+    """Codes, scales and biases come out of the blocks when an expert is read, or packed."""
+    monkeypatch.setattr("penstock.api.gguf_tokenizer", lambda _: SimpleNamespace(vocab_size=1))
+    path, tokens = write(tmp_path / "x.gguf", "qwen3_moe", type_name), some_tokens(20)
+    want = penstock.load(path, device="cpu").logits(tokens)
+    for io in ("pagecache", "mmap"):
+        llm = penstock.load(path, device="cpu", expert_cache="60%", expert_io=io)
+        np.testing.assert_array_equal(llm.logits(tokens), want)
+        assert llm.stats().expert_reads > 0
+    assert run(["pack", str(path)]) == 0 and run(["pack", str(path), "--check"]) == 0
+    packed = penstock.load(path, device="cpu", expert_cache="60%")
+    assert packed.engine.experts.store.layers[0].hashes is not None  # of the packed file
+    np.testing.assert_array_equal(packed.logits(tokens), want)
+
+
+@pytest.mark.parametrize(
+    ("half", "said"),
+    [
+        (0x7E00, "scale nan in block 2, expected a finite number"),
+        (0xE3FF, "a scale of 1023.5, expected at most 511.75"),
+    ],
+)
+def test_a_streamed_expert_with_a_damaged_scale_ends_the_step(tmp_path, monkeypatch, half, said):
+    monkeypatch.setattr("penstock.api.gguf_tokenizer", lambda _: SimpleNamespace(vocab_size=1))
+    tensors = gguf_tensors(MODELS["qwen3_moe"], weights_of("qwen3_moe"))
+    made = {key: stored(array, "Q8_0") for key, array in tensors.items()}
+    made["blk.1.ffn_up_exps.weight"][0][:, 0, 68:70] = half & 255, half >> 8  # the third block of each expert
+    metadata = GgufFile.open(write(tmp_path / "x.gguf", "qwen3_moe")).metadata
+    llm = penstock.load(write_file(tmp_path / "y.gguf", metadata, made), device="cpu", expert_cache="60%")
+    with pytest.raises(CheckpointError, match=rf"y.gguf: expert \d of 'blk.1.ffn_\w+.*', at byte \d+, has {said}"):
+        llm.logits(some_tokens(20))
+
+
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q8_0"])
+def test_a_file_that_does_not_fit_has_its_experts_streamed(tmp_path, monkeypatch, type_name):
+    monkeypatch.setattr("penstock.api.gguf_tokenizer", lambda _: SimpleNamespace(vocab_size=1))
+    path, tokens = write(tmp_path / "x.gguf", "wide_moe", type_name), some_tokens(20)
+    whole = penstock.load(path, device="cpu")
+    want, experts = whole.logits(tokens), sum(i.nbytes for n, i in GgufFile.open(path).tensors.items() if "_exps" in n)
+    room = WORKING_BYTES + open_gguf(path).nbytes
+    monkeypatch.setattr("penstock.backends.cpu.device.CpuDevice.free_memory", lambda *_: room)
+    llm = penstock.load(path, device="cpu")
+    assert 0 < llm.stats().expert_bytes < experts
+    np.testing.assert_allclose(llm.logits(tokens), want, atol=1e-4)
+    dense = write(tmp_path / "dense.gguf", "wide", type_name)
+    monkeypatch.setattr("penstock.backends.cpu.device.CpuDevice.free_memory", lambda *_: 1 << 20)
+    with pytest.raises(OutOfMemory, match=r"dense.gguf: needs .* of memory beside its files, 1\.05 MB are free"):
+        penstock.load(dense, device="cpu")
 
 
 def test_ranks_stream_their_own_experts_from_a_file(tmp_path, monkeypatch):

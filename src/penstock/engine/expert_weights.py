@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock import models
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.experts.layout import ExpertFiles, Layer
 from penstock.experts.packed import NAME as PACKED
@@ -19,11 +20,13 @@ from penstock.experts.store import HostTier, Store, Tier, chosen_here, owned_byt
 from penstock.experts.streamed import Streamed
 from penstock.models import replaced
 from penstock.models.family import ConfigT, Family, WeightsT
+from penstock.models.gguf import open_gguf
 from penstock.models.layers import ExpertStack
-from penstock.models.source import FileBackedSource, FilesSource, outlined
+from penstock.models.source import CheckpointSource, FileBackedSource, FilesSource, outlined
 from penstock.ops.device import Device
 from penstock.quant import BLOCK_TYPES, GgufPlanes, GgufTensor, QuantizedTensor, layout_in_planes
 from penstock.units import parse_size, spelled
+from penstock.weights.checkpoint import Checkpoint
 
 _SHARE = 0.9  # of the free memory that experts may take with expert_cache 'auto'
 
@@ -58,6 +61,23 @@ class ExpertOptions:
 def expert_layers(family: Family[ConfigT, WeightsT], source: FilesSource, config: ConfigT) -> list[Layer]:
     """The layers of a checkpoint that have experts, in the order in which they run. No weight is read."""
     return _layers(family.read_weights(FileBackedSource(source, outlined), config))
+
+
+def expert_layers_of(path: Path) -> tuple[list[Layer], str]:
+    """`expert_layers` of a model folder or a .gguf file, and the fingerprint of that model."""
+    if path.is_file():
+        model = open_gguf(path)
+        return expert_layers(model.family, model.source, model.read_config()), model.fingerprint
+    checkpoint = Checkpoint.open(path)
+    family = models.family_of(checkpoint.config)
+    config = family.read_config(checkpoint.config)
+    source = CheckpointSource(checkpoint, *family.names(checkpoint, config))
+    return expert_layers(family, source, config), checkpoint.fingerprint
+
+
+def packed_beside(path: Path) -> Path:
+    """Where the packed experts of a model folder or a .gguf file lie."""
+    return (path.parent if path.suffix == ".gguf" else path) / PACKED
 
 
 def budget_of(

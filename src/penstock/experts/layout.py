@@ -16,6 +16,7 @@ from penstock.quant import Format as QuantFormat
 ALIGNED = 64  # bytes: the arrays of an expert in one record start at multiples of it
 BLOCK = 4096  # alignment of direct reads: no file system wants more
 HASH = 16  # bytes of a record's hash
+ROWS = "rows"
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,16 @@ class Extent:
 class TensorExtents:
     """One array of each expert of a layer, such as the scales of `gate`: its spec, and where each expert's lies.
 
-    blocks: the type of GGUF blocks that its bytes are; None: they are what the spec says. turn: of two arrays whose
-    rows lie in turns, which one this is, 0 or 1; extents are of both then, and the same for both.
+    blocks: the type of GGUF blocks that its bytes are; None: they are what the spec says. dealt: of arrays that have
+    their bytes out of the same extents, how: ROWS, which lie in turns, or blocks of a type of `weights.gguf.BLOCKS`,
+    whose codes, scales and biases these are. share: which of them this is.
     """
 
     spec: Spec
     extents: Sequence[Extent]
     blocks: str | None = None
-    turn: int | None = None
+    dealt: str | None = None
+    share: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class Layer:
         """Of all experts in the files."""
         return self.format.payload * self.count
 
+    @property
+    def dealt_nbytes(self) -> int:
+        """Of the arrays that are made of GGUF blocks, of all experts."""
+        return sum(part.spec.nbytes for part in self.parts if part.dealt not in (None, ROWS)) * self.count
+
     def extents(self, expert: int) -> list[Extent]:
         """Where the arrays of one expert lie, in the order of the format."""
         return [part.extents[expert] for part in self.parts]
@@ -116,7 +124,8 @@ def in_turns(files: ExpertFiles) -> tuple[ExpertFiles, ExpertFiles]:
 
     def half(part: TensorExtents, turn: int) -> TensorExtents:
         rows, *rest = part.spec.shape
-        return replace(part, spec=Spec((rows // 2, *rest), part.spec.dtype), turn=turn)
+        assert part.dealt is None
+        return replace(part, spec=Spec((rows // 2, *rest), part.spec.dtype), dealt=ROWS, share=turn)
 
     first, second = (replace(files, parts=tuple(half(part, turn) for part in files.parts)) for turn in (0, 1))
     return first, second

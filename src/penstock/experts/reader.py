@@ -31,8 +31,9 @@ import numpy as np
 
 from penstock.errors import BackendError, CheckpointError, InvalidArgument
 from penstock.experts import disk
-from penstock.experts.layout import BLOCK, HASH, Layer, StridedExtents, files, record_hash
+from penstock.experts.layout import BLOCK, HASH, ROWS, Layer, StridedExtents, files, record_hash
 from penstock.weights.files import open_regular, short
+from penstock.weights.gguf import deal_blocks
 
 IO = ("auto", "direct", "pagecache", "mmap")
 THREADS = 8  # enough for a disk that is fast only with several requests at once
@@ -75,8 +76,8 @@ class ExpertReader:
         self._layers, self._owned = list(layers), owned
         self._sizes = [[spec.nbytes for spec in layer.format.specs] for layer in self._layers]
         self._payload = [sum(sizes) for sizes in self._sizes]
-        self._turned = [_turned(layer) for layer in self._layers]
-        self._both = threading.local()  # a thread's memory for arrays whose rows lie in turns, by their bytes
+        self._dealt = [_dealt(layer) for layer in self._layers]
+        self._undealt = threading.local()  # a thread's memory for what is dealt to several arrays, by its bytes
         self._compared = [bytearray(layer.count) for layer in self._layers]  # with the hash, by expert
         self._threads = threads or THREADS
         self._lock = threading.Lock()
@@ -172,7 +173,7 @@ class ExpertReader:
         extents = layer.extents(expert)
         for part in sorted(range(len(extents)), key=lambda part: (str(extents[part].path), extents[part].start)):
             path, start, nbytes = extents[part].path, extents[part].start, extents[part].nbytes
-            if nbytes == 0 or layer.parts[part].turn == 1:  # the latter comes with the array it takes turns with
+            if nbytes == 0 or layer.parts[part].share > 0:  # the latter comes with the first share
                 continue
             file, step, piece = self._files[path], steps[part], _Piece(part, start, start + nbytes)
             if not (runs and runs[-1].takes(file, step, piece)):
@@ -187,7 +188,7 @@ class ExpertReader:
 
     def _read(self, layer: int, expert: int, into: Sequence[memoryview]) -> None:
         start = time.perf_counter()
-        self._fetch(self._way, self._runs(layer, expert), layer, into)
+        self._fetch(self._way, self._runs(layer, expert), layer, expert, into)
         self._compare(layer, expert, into)
         seconds = time.perf_counter() - start
         with self._lock:
@@ -195,24 +196,30 @@ class ExpertReader:
             self._nbytes += self._payload[layer]
             self._seconds += seconds
 
-    def _fetch(self, way: _Way, runs: list[_Run], layer: int, into: Sequence[memoryview]) -> None:
-        """Read the arrays of an expert; those whose rows lie in turns by way of memory that has both."""
-        turned, whole = self._turned[layer], list(into)
-        for n, (first, second) in enumerate(turned):
-            whole[first] = self._memory(n, len(into[first]) + len(into[second]))
+    def _fetch(self, way: _Way, runs: list[_Run], layer: int, expert: int, into: Sequence[memoryview]) -> None:
+        """Read the arrays of an expert; those that are dealt by way of memory that has all of them."""
+        dealt, whole = self._dealt[layer], list(into)
+        for n, one in enumerate(dealt):
+            whole[one.parts[0]] = self._memory(n, one.nbytes)
         for run in runs:
             way.read(run, whole)
-        for first, second in turned:
-            rows = self._layers[layer].format.specs[first].shape[0]
-            both = _bytes(whole[first]).reshape(rows, 2, -1)
-            for turn, part in enumerate((first, second)):
-                np.copyto(_bytes(into[part]).reshape(rows, -1), both[:, turn])
+        for one in dealt:
+            data, arrays = _bytes(whole[one.parts[0]]), [_bytes(into[part]) for part in one.parts]
+            if one.how != ROWS:
+                if fault := deal_blocks(one.how, data, *arrays):
+                    extent = self._layers[layer].parts[one.parts[0]].extents[expert]
+                    where = f"expert {expert} of {short(self._layers[layer].name)}, at byte {extent.start},"
+                    raise CheckpointError(f"{extent.path}: {where} has {fault}")
+                continue
+            both = data.reshape(self._layers[layer].format.specs[one.parts[0]].shape[0], 2, -1)
+            for turn, array in enumerate(arrays):
+                np.copyto(array.reshape(len(both), -1), both[:, turn])
 
     def _memory(self, number: int, nbytes: int) -> memoryview:
         name = f"{number} {nbytes}"
-        if not hasattr(self._both, name):
-            setattr(self._both, name, memoryview(mmap.mmap(-1, nbytes)))
-        return getattr(self._both, name)
+        if not hasattr(self._undealt, name):
+            setattr(self._undealt, name, memoryview(mmap.mmap(-1, nbytes)))
+        return getattr(self._undealt, name)
 
     def _compare(self, layer: int, expert: int, into: Sequence[memoryview]) -> None:
         """Raises CheckpointError for a record that is not what its hash says; each is looked at once."""
@@ -260,7 +267,7 @@ class ExpertReader:
             runs, into = self._runs(layer, expert), self._layers[layer].format.views(spaces.record)
             for run in runs:
                 run.file.drop(run.start, run.stop)
-            self._fetch(way, runs, layer, into)
+            self._fetch(way, runs, layer, expert, into)
             return self._payload[layer]
 
         devices = tuple(sorted({file.status.st_dev for file in self._files.values()}))
@@ -496,10 +503,26 @@ class _Mapped:
             map.madvise(mmap.MADV_DONTNEED, start, run.stop - start)
 
 
-def _turned(layer: Layer) -> list[tuple[int, int]]:
-    """The numbers of two arrays each whose rows lie in turns."""
-    seconds = {id(part.extents): n for n, part in enumerate(layer.parts) if part.turn == 1}
-    return [(n, seconds[id(part.extents)]) for n, part in enumerate(layer.parts) if part.turn == 0]
+class _Dealt(NamedTuple):
+    """Arrays whose bytes come out of the same extents: how, their numbers by share, and bytes of an extent."""
+
+    how: str
+    parts: tuple[int, ...]
+    nbytes: int
+
+
+def _dealt(layer: Layer) -> list[_Dealt]:
+    shares: dict[int, list[int]] = {}
+    for n, part in enumerate(layer.parts):
+        if part.dealt is not None:
+            shares.setdefault(id(part.extents), []).append(n)
+    found = []
+    for numbers in shares.values():
+        first, *_ = parts = tuple(sorted(numbers, key=lambda n: layer.parts[n].share))
+        how, extents = layer.parts[first].dealt, layer.parts[first].extents
+        assert how is not None
+        found.append(_Dealt(how, parts, extents[0].nbytes))
+    return found
 
 
 def damaged(path: Path, layer: str, expert: int) -> CheckpointError:

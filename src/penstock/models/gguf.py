@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from penstock import models
-from penstock.errors import CheckpointError, InvalidArgument
-from penstock.experts.layout import ExpertFiles, stacked
+from penstock.errors import CheckpointError
+from penstock.experts.layout import ExpertFiles, TensorExtents, stacked
 from penstock.models.config import Fields
 from penstock.models.family import AnyFamily, GgufArchitecture, ModelConfig
 from penstock.models.gguf_keys import GgufKeys
@@ -30,7 +30,7 @@ from penstock.ops.array import Spec
 from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor
 from penstock.quant.gguf_blocks import GROUP
 from penstock.units import amount
-from penstock.weights.gguf import GgufFile
+from penstock.weights.gguf import BLOCKS, GgufFile
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -195,22 +195,21 @@ class GgufSource:
         name = self.asked(paths[0], shape)
         if name not in self.file:
             raise CheckpointError(f"{self.file.path}: has no tensor {name!r}, expected the experts of a layer")
-        info, (count, rows, columns) = self.file.tensors[name], shape
-        if self.file.is_copied(name):
-            kinds = ", ".join(("F32", "F16", "BF16", *BLOCK_TYPES))
-            raise InvalidArgument(
-                f"{self.file.path}: tensor {name} is {info.type}, which is put into another order in memory; "
-                f"expected {kinds} for experts that are streamed"
-            )
-        blocks = info.type if info.type in BLOCK_TYPES else None
-        if blocks is not None:
-            known = BLOCK_TYPES[blocks]
-            format = Format(known.bits, GROUP, blocks)
-            spec = Spec((rows, columns // known.size * known.nbytes), "uint8")
-        else:
-            format, spec = None, Spec((rows, columns), _DENSE[info.type])
-        part = stacked(self.file.path_of(name), info.start, count, spec)
-        return ExpertFiles(name, format, (dataclasses.replace(part, blocks=blocks),))
+        info, (count, rows, columns) = self.file.info(name), shape
+        self.file.check_supported(name)
+        path, kind = self.file.path_of(name), info.type
+        if kind in _DENSE:
+            return ExpertFiles(name, None, (stacked(path, info.start, count, Spec((rows, columns), _DENSE[kind])),))
+        if kind in BLOCK_TYPES:
+            known = BLOCK_TYPES[kind]
+            part = stacked(path, info.start, count, Spec((rows, columns // known.size * known.nbytes), "uint8"))
+            return ExpertFiles(name, Format(known.bits, GROUP, kind), (dataclasses.replace(part, blocks=kind),))
+        record, bits, _ = BLOCKS[kind]
+        groups = columns // GGUF_COLUMNS
+        whole = stacked(path, info.start, count, Spec((rows, groups * record.itemsize), "uint8"))
+        specs = Spec((rows, groups * bits), "uint32"), *[Spec((rows, groups), "float16")] * 2
+        parts = (TensorExtents(spec, whole.extents, dealt=kind, share=n) for n, spec in enumerate(specs))
+        return ExpertFiles(name, Format(bits, GGUF_COLUMNS), tuple(parts))
 
     def mark_used(self, paths: Sequence[str]) -> None:
         """Count these as asked for."""

@@ -94,6 +94,11 @@ class _Blocks(NamedTuple):
     bits: int
     offset: int | None
 
+    @property
+    def largest(self) -> int:
+        """The bits of the largest float16 scale whose bias is one, too."""
+        return int(np.float16(np.finfo(np.float16).max / -(self.offset or -1)).view(np.uint16))
+
 
 _GROUP = 32
 # Codes are one opaque field: NumPy gathers it ten times as fast as an axis of 16 bytes.
@@ -224,9 +229,15 @@ class GgufFile:
         """Bytes of all tensors in the file."""
         return sum(info.nbytes for info in self.tensors.values())
 
+    def info(self, name: str) -> TensorInfo:
+        """Type, shape and place of a tensor; raises CheckpointError for an unknown name."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: has no tensor {short(name)}")
+        return self.tensors[name]
+
     def loaded_nbytes(self, name: str) -> int:
         """Bytes of a tensor as `tensor` gives it: groups have a bias beside their scale, which some formats lack."""
-        info = self._info(name)
+        info = self.info(name)
         if info.type not in BLOCKS:
             return info.nbytes
         blocks = math.prod(info.shape) // _GROUP
@@ -234,7 +245,7 @@ class GgufFile:
 
     def is_copied(self, name: str) -> bool:
         """Whether `tensor` makes a copy: the order of codes in a block is not that of QuantizedTensor."""
-        return self._info(name).type in BLOCKS
+        return self.info(name).type in BLOCKS
 
     def check(self) -> None:
         """Raises CheckpointError for a file that was written to since it was opened."""
@@ -248,7 +259,7 @@ class GgufFile:
 
     def check_supported(self, name: str) -> None:
         """Raises CheckpointError, naming tensor and type, for one that `tensor` cannot give."""
-        info = self._info(name)
+        info = self.info(name)
         if info.type not in SUPPORTED:
             hint = "llama-quantize --allow-requantize writes the file again in one of these"
             self._refuse(name, f"has type {info.type}, expected one of {', '.join(SUPPORTED)}: {hint}")
@@ -260,7 +271,7 @@ class GgufFile:
         of -8 and -128 scales, which float16 holds exactly; where it would overflow, scales and biases are float32.
         Raises CheckpointError for an unknown name, an unsupported type, and a scale that is not finite.
         """
-        info = self._info(name)
+        info = self.info(name)
         self.check_supported(name)
         if info.type in _DENSE:
             return self._mapped(name).view(info.start, info.shape, _DENSE[info.type])
@@ -285,22 +296,11 @@ class GgufFile:
         scales = np.empty(len(blocks), np.float16)
         biases = np.zeros(len(blocks), np.float16)
         codes = np.empty((len(blocks), _GROUP * format.bits // 8), np.uint8)
-        for start in range(0, len(blocks), _STEP):
-            part = slice(start, start + _STEP)
-            scales[part] = blocks["scale"][part]
-            if format.offset is None:
-                biases[part] = blocks["bias"][part]
-            stored = blocks["codes"][part].copy()
-            if format.bits == 8:
-                np.bitwise_xor(stored.view(np.uint8), 128, out=codes[part].reshape(-1))  # signed to unsigned
-            else:
-                reorder_nibbles(stored.view("<u2"), codes[part].view(np.uint64))
-        for what, values in (("scale", scales), ("bias", biases)):
-            if _largest(values) >= _HALF_INFINITY:
-                block = int(np.argmin(np.isfinite(values)))
-                self._refuse(name, f"has {what} {values[block]} in block {block}, expected a finite number: damaged?")
+        _take_apart(format, blocks, codes, scales, biases)
+        if fault := _not_finite(scales, biases):
+            self._refuse(name, f"has {fault}")
         if format.offset is not None:
-            if _largest(scales) > np.float16(np.finfo(np.float16).max / -format.offset).view(np.uint16):
+            if _largest(scales) > format.largest:
                 scales = scales.astype(np.float32)
             biases = scales * scales.dtype.type(format.offset)
         packed = codes.view("<u4").reshape(*groups[:-1], -1 if codes.size else info.shape[-1] * format.bits // 32)
@@ -356,11 +356,6 @@ class GgufFile:
                 name, f"ends at byte {start + nbytes}, but the file has {self.size} bytes: an unfinished download?"
             )
         return TensorInfo(spelled, shape, start, start + nbytes)
-
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self.tensors:
-            raise CheckpointError(f"{self.path}: has no tensor {short(name)}")
-        return self.tensors[name]
 
     def _refuse(self, name: str, found: str) -> NoReturn:
         raise CheckpointError(f"{self.path}: tensor {short(name)} {found}")
@@ -530,6 +525,48 @@ class _Header:
         # Twice as much as before, so that a header of any length is read in a few pieces.
         stop = min(self._file.size, HEADER_LIMIT, max(end, 2 * len(self._data), 1 << 16))
         self._data += self._file.read(len(self._data), stop - len(self._data))
+
+
+def deal_blocks(type: str, data: np.ndarray, packed: np.ndarray, scales: np.ndarray, biases: np.ndarray) -> str:
+    """Blocks of a type of BLOCKS as the arrays of a QuantizedTensor with float16 scales; all are given as their bytes.
+
+    What is wrong with them, "" if nothing is: a scale that is not finite, or whose bias is beyond float16.
+    """
+    format = BLOCKS[type]
+    blocks, halves = data.view(format.record), (scales.view(np.float16), biases.view(np.float16))
+    if format.offset is not None:
+        halves[1].fill(0)
+    _take_apart(format, blocks, packed.reshape(len(blocks), -1), *halves)
+    fault = _not_finite(*halves)
+    if format.offset is not None and not fault:
+        if _largest(halves[0]) > format.largest:
+            most = np.uint16(format.largest).view(np.float16)
+            return f"a scale of {np.abs(halves[0]).max()}, expected at most {most} where experts are streamed"
+        np.multiply(halves[0], np.float16(format.offset), out=halves[1])
+    return fault
+
+
+def _take_apart(format: _Blocks, blocks: np.ndarray, codes: np.ndarray, scales: np.ndarray, biases: np.ndarray) -> None:
+    """Codes in order, uint8 [blocks, bytes], scales and, if the blocks have them, biases, float16 [blocks]."""
+    for start in range(0, len(blocks), _STEP):
+        part = slice(start, start + _STEP)
+        scales[part] = blocks["scale"][part]
+        if format.offset is None:
+            biases[part] = blocks["bias"][part]
+        stored = blocks["codes"][part].copy()
+        if format.bits == 8:
+            np.bitwise_xor(stored.view(np.uint8), 128, out=codes[part].reshape(-1))  # signed to unsigned
+        else:
+            reorder_nibbles(stored.view("<u2"), codes[part].view(np.uint64))
+
+
+def _not_finite(scales: np.ndarray, biases: np.ndarray) -> str:
+    """The first block with a number that is not finite, "" if there is none."""
+    for what, values in (("scale", scales), ("bias", biases)):
+        if _largest(values) >= _HALF_INFINITY:
+            block = int(np.argmin(np.isfinite(values)))
+            return f"{what} {values[block]} in block {block}, expected a finite number: damaged?"
+    return ""
 
 
 def reorder_nibbles(pairs: np.ndarray, out: np.ndarray) -> None:
