@@ -31,6 +31,7 @@ import torch
 from penstock.api import LLM, load_random
 from penstock.cli._model import resolved
 from penstock.cli.bench import Drafting, Test, measured
+from penstock.engine.buckets import PREPARED, drafts_to_prepare
 from penstock.engine.request import Request
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.scheduler import Scheduler
@@ -121,14 +122,10 @@ def replays(llm: LLM) -> dict[str, Any]:
     engine.ensure_allocated()
     assert engine.programs is not None
     steps: Any = engine.programs.steps
-    opened = [engine.open() for _ in range(min(8, engine.caches.slots))]
-    with engine.lock, engine.device.running(engine.deterministic):
-        for sequence in opened:
-            engine.caches.reserve(sequence, 128)
-        steps.prepare_drafting(opened)
-        found = {str(n): steps.draft_seconds(n) for n in (1, 2, 4, 8)}
-    for sequence in opened:
-        engine.close(sequence)
+    counts = [n for n in PREPARED if n <= engine.caches.slots]
+    for n in counts:
+        engine.prepare_drafting(n, drafts_to_prepare(n, MOST_DRAFTS))
+    found = {str(n): steps.draft_seconds(n) for n in counts}
     table = {n: {str(k): round(1e3 * took, 4) for k, took in one.items()} for n, one in found.items()}
     for n, one in table.items():
         print(f"{n} sequences, ms by drafts: {one}", flush=True)

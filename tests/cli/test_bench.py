@@ -6,14 +6,19 @@ import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import penstock
 from penstock import models
+from penstock.api import LLM
 from penstock.cli import bench as verb
 from penstock.cli._model import UsageError
 from penstock.engine import admission
+from penstock.engine.draft_gate import DraftGate
+from penstock.engine.engine import Engine
+from penstock.engine.runner import unready_runs
 from penstock.engine.sampling import Sampler
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import CheckpointError, NonFiniteLogits
@@ -22,6 +27,7 @@ from penstock.ops.device import device_type
 from penstock.weights.resolve import resolve_model, shipped_configs
 from tests.cli.common import call
 from tests.cli.model import write_small_model
+from tests.engine.capturing import CapturingHost
 
 SHIPPED = Path(penstock.__file__).parent / "configs"
 
@@ -513,3 +519,34 @@ def test_benchmark_failures_are_one_line(capsys, arguments, status, message):
     shown = call(capsys, "benchmark", *arguments)
     assert (shown.status, shown.out, shown.err.count("\n")) == (status, "", 1)
     assert shown.err.startswith(f"penstock: error: {message}")
+
+
+def test_bench_times_no_capture(monkeypatch):
+    """Steps with drafts are ready before, and a run in which something is captured all the same does not count."""
+    loaded = penstock.load(device="cpu")
+    options = {"activations": loaded.engine.activations, "max_context": 300, "drafts": 7, "speculate": "auto"}
+    llm = LLM(Engine(loaded.engine.model, device=CapturingHost(), **options), loaded.tokenizer, None, ())
+    runs, sizes = [], []
+    run = verb.Requests.run
+
+    def noted(self, generation, times):
+        before = unready_runs()
+        run(self, generation, times)
+        runs.append((unready_runs() > before, times.seconds[-1]))
+
+    def late(self, answers, prepared):
+        """Two drafts, for which nothing is prepared, from the second run that might count on."""
+        sizes.append(prepared)
+        return 2 if len(runs) > verb.PREPARING else 0
+
+    monkeypatch.setattr(verb.Requests, "run", noted)
+    monkeypatch.setattr(DraftGate, "drafts", late)
+    llm.engine.allocate_for([(1, 40)])
+    drafting = verb.Drafting.of("auto", "0.5,0.5,0.5")
+    (row,) = verb.measured(llm, "demo", [verb.Test(0, 12, 0)], 3, 1, drafting)
+    steps: Any = llm.engine.programs.steps  # type: ignore[union-attr]
+    assert sorted(steps.draft_seconds(1)) == [0, 1, 3, 7] and (1, 3, 7) in sizes
+    assert any(captured for captured, _ in runs[verb.PREPARING :])
+    counted = [seconds for captured, seconds in runs if not captured]
+    assert [round(1e9 * one) for one in counted[-3:]] == row.samples_ns
+    assert len(row.samples_ns) == 3

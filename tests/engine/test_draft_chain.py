@@ -5,6 +5,7 @@ host's way, and requests join, end and leave in between.
 import functools
 import itertools
 import operator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from penstock.engine.draft_chain import AheadRun
 from penstock.engine.draft_gate import DraftGate
 from penstock.engine.engine import Engine
 from penstock.engine.request import Request
+from penstock.engine.runner import unready_runs
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculate import Acceptance, Speculation
+from penstock.engine.speculate import Acceptance, Proposal, Speculation, Speculator
 from penstock.engine.steps import Run
+from penstock.errors import OutOfMemory
+from penstock.graph import Program, SizedProgram
 from tests.engine.capturing import CapturingHost
 from tests.engine.test_speculate import with_head
 from tests.models.common import some_tokens
@@ -41,10 +45,13 @@ def random(demo: LLM) -> LLM:
     return with_head("deepseek_v3", True, demo.tokenizer)
 
 
+TAKES = DraftGate.drafts
+
+
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate takes what requests allow."""
-    monkeypatch.setattr(DraftGate, "drafts", lambda self, answers: min(one.most for one in answers))
+    monkeypatch.setattr(DraftGate, "drafts", lambda self, answers, sizes: min(one.most for one in answers))
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +255,18 @@ def test_made_up_acceptance_counts_as_often_as_it_says(demo: LLM, texts: list[st
     assert abs(shares[0] - 0.9) < 0.08 and abs(shares[1] - 0.5) < 0.12 and shares[2] == 0
 
 
+@pytest.mark.parametrize("most", [3, 30])
+def test_metrics_count_the_drafts_that_were_verified(most: int, demo: LLM, texts: list[str]) -> None:
+    """Not those of a run's first step, which has none yet, nor of the step that was launched behind an answer's end."""
+    with Scheduler(demo, max_sequences=2, prefix_cache=False) as made:
+        handles = [made.submit(made.request(text, most, num_draft_tokens=3)) for text in texts[:2]]
+        timings = [handle.result(60).timings for handle in handles]
+        made.submit(made.request(texts[2], 2, speculate="off")).result(60)
+        found = made.metrics()
+    assert found.draft_tokens == sum(one.draft_n for one in timings) > 0
+    assert found.accepted_tokens == sum(one.draft_n_accepted for one in timings)
+
+
 def test_a_session_goes_on_behind_an_answer(demo: LLM, texts: list[str]) -> None:
     """A session's own answers take the host's way; its sequence beside them is untouched."""
     demo.engine.allocate(sequences=2)
@@ -257,6 +276,152 @@ def test_a_session_goes_on_behind_an_answer(demo: LLM, texts: list[str]) -> None
         demo.generate(texts[1], max_tokens=9, num_draft_tokens=3, **options)
         two = session.generate(max_tokens=9, num_draft_tokens=3, **options).tokens
         assert one + two == demo.generate(texts[0], max_tokens=18, speculate="off", **options).tokens
+
+
+# -- what is captured when -------------------------------------------------------------------------------------------
+
+
+def untouched(demo: LLM, device: CapturingHost | None = None) -> LLM:
+    """The demo model on a device that captures and has captured nothing yet."""
+    engine = demo.engine
+    options = {"activations": engine.activations, "max_context": 700, "drafts": 7, "speculate": "mtp"}
+    return LLM(Engine(engine.model, device=device or CapturingHost(), **options), demo.tokenizer, None, ())
+
+
+def endless(llm: LLM, texts: list[str], **draw: Any) -> list[Request]:
+    """Requests whose answers end at no token."""
+    params = [SamplingParams(temperature=0.8, seed=n, **draw) for n in range(len(texts))]
+    return [Request(llm.tokenizer.encode(text), own, 400, frozenset()) for text, own in zip(texts, params, strict=True)]
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+@pytest.mark.parametrize("draw", [{}, {"top_k": 30}], ids=["plain", "top_k"])
+def test_drafts_that_rest_and_begin_again_capture_nothing(
+    answers: int, draw: dict[str, Any], demo: LLM, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind rests of all lengths, those of more rows than one run has too, with each number of drafts."""
+    llm = untouched(demo)
+    llm.engine.allocate(sequences=answers + 1)
+    before = [*[0] * 14, 1, 1, 0, 1, 1]
+    behind = [drafts for rest in (1, 3, 9, 20, 70, 10) for drafts in (*[0] * rest, 3, 3, 1, 7, 7)]
+    script, left = itertools.count(), []
+    unready: list[int] = []
+
+    def drafts(self: DraftGate, answers: Any, sizes: Any) -> int:
+        step = next(script)
+        if step == len(before):
+            unready.append(unready_runs())
+            for kind in (Program, SizedProgram):
+                monkeypatch.setattr(kind, "__init__", lambda *_, **__: pytest.fail("a program was traced"))
+        left[:] = [*before, *behind][step:]
+        return left[0] if left else 0
+
+    monkeypatch.setattr(DraftGate, "drafts", drafts)
+    taken = {0: 0, 1: 0, 3: 0, 7: 0}
+    launch = Engine.launch_ahead
+    monkeypatch.setattr(
+        Engine, "launch_ahead", lambda *args: (taken.__setitem__(args[2], taken[args[2]] + 1), launch(*args))[1]
+    )
+    with Scheduler(llm, max_sequences=answers, prefix_cache=False, allocate=False) as made:
+        requests = endless(llm, [texts[0], texts[3], texts[2]][:answers], **draw)
+        handles = [made.submit(request, buffer=999) for request in requests]
+        while not unready or len(left) > 1:
+            assert made.step() and not any(handle.ended for handle in handles)
+        assert unready_runs() == unready[0]
+    assert min(taken[1], taken[3], taken[7]) >= 6
+
+
+def test_drafts_of_a_host_that_rest_and_begin_again_capture_no_fills(
+    demo: LLM, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that waited, where the host reads drafts: an answer with a penalty."""
+    llm = untouched(demo)
+    llm.engine.allocate(sequences=2)
+    before, behind = [0] * 6 + [1] * 4, [*[0] * 3, 1, *[0] * 20, 1, 1, *[0] * 90, 1, 1, 0, 0]
+    steps, unready = [], []  # drafts of each step that were wanted
+
+    def drafts(self: Speculator, answers: Any, room: int, draft: Any) -> list[Proposal | None]:
+        if len(steps) == len(before):
+            unready.append(unready_runs())
+        steps.append([*before, *behind][len(steps)])
+        return [Proposal("mtp", [1.0], draft({0: 1})[0]) if steps[-1] else None]
+
+    monkeypatch.setattr(Speculator, "drafts", drafts)
+    monkeypatch.setattr(Speculator, "wants", lambda self, speculation: True)
+    monkeypatch.setattr(Speculator, "rests", lambda self, answers: False)
+    with Scheduler(llm, max_sequences=1, prefix_cache=False, allocate=False) as made:
+        (request,) = endless(llm, texts[:1], repetition_penalty=1.1)
+        handle = made.submit(request, buffer=999)
+        while len(steps) < len(before) + len(behind):
+            made.step()
+        assert not handle.ended and unready_runs() == unready[0]
+
+
+class SlowCaptures(CapturingHost):
+    def capture(self, calls: Any) -> Any:
+        time.sleep(0.2)
+        return super().capture(calls)
+
+
+def test_a_capture_is_no_cost_of_a_step(demo: LLM, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps with drafts, without, and of more answers than before."""
+    llm, took = untouched(demo, SlowCaptures()), []
+    llm.engine.allocate(sequences=3)
+    record = DraftGate.record
+
+    def noted(self: DraftGate, answers: int, drafts: int, seconds: float | None) -> None:
+        took.append((answers, drafts, seconds or 0.0))
+        record(self, answers, drafts, seconds)
+
+    monkeypatch.setattr(DraftGate, "record", noted)
+    monkeypatch.setattr(DraftGate, "drafts", lambda self, answers, sizes: len(took) % 8 // 4 * 3)
+    with Scheduler(llm, max_sequences=2, prefix_cache=False, allocate=False) as made:
+        for count in (1, 2):
+            handles = [made.submit(request, buffer=999) for request in endless(llm, texts[:count])]
+            while len(took) < 30 * count:
+                made.step()
+            for handle in handles:
+                handle.cancel()
+    assert {(1, 0), (1, 3), (2, 0), (2, 3)} <= {(answers, drafts) for answers, drafts, _ in took}
+    assert max(seconds for *_, seconds in took) < 0.2
+
+
+def test_steps_with_drafts_are_measured_where_there_are_sequences_for_that(demo: LLM) -> None:
+    llm = untouched(demo)
+    llm.engine.allocate(sequences=3)
+    steps: Any = llm.engine.programs.steps  # type: ignore[union-attr]
+    busy = llm.engine.open()
+    for sequences in (2, 3):
+        llm.engine.prepare_drafting(sequences, (1, 3))
+    assert sorted(steps.draft_seconds(2)) == [0, 1, 3] and not steps.draft_seconds(3)
+    assert steps.drafting_prepared(3, (1, 3), "plain") and not steps.drafting_prepared(3, (7,), "plain")
+    assert llm.engine.caches.slots_used == 1 and llm.engine.caches.pools[None].used == 0
+    llm.engine.close(busy)
+
+
+def test_steps_have_no_drafts_where_they_cannot_be_prepared(
+    demo: LLM, texts: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For want of memory: said once, and answers go on."""
+    llm, tries, offered = untouched(demo), [], set()
+
+    def full(self: Engine, *args: Any) -> None:
+        tries.append(args)
+        raise OutOfMemory("step: 1 GB are needed, 1 MB are free")
+
+    def drafts(self: DraftGate, answers: Any, sizes: Any) -> int:
+        offered.add(tuple(sizes))
+        return TAKES(self, answers, sizes)
+
+    monkeypatch.setattr(Engine, "prepare_drafting", full)
+    monkeypatch.setattr(DraftGate, "drafts", drafts)
+    with Scheduler(llm, max_sequences=1, prefix_cache=False, allocate=False) as made:
+        done = made.submit(made.request(texts[0], 60, temperature=0.8, seed=1), buffer=99).result(60)
+    assert len(done.tokens) == 60 or done.finish_reason == "stop"
+    assert len(tries) == 1 and offered == {()} and done.timings.draft_n == 0
+    assert [record.message for record in caplog.records] == [
+        "steps of 1 answers have no drafts: step: 1 GB are needed, 1 MB are free"
+    ]
 
 
 # -- how many --------------------------------------------------------------------------------------------------------
@@ -271,7 +436,7 @@ def speculation(chance: float, most: int = 7, fixed: bool = False) -> Speculatio
 
 
 SURE, UNSURE = speculation(1.0), speculation(0.0)
-GATE = DraftGate.drafts
+GATE = TAKES
 
 
 def gate(**measured: float) -> DraftGate:
@@ -338,10 +503,13 @@ def test_the_gate_is_not_slower_than_no_drafts(acceptance, least, seed) -> None:
     assert tokens / total >= least / (took[0] * 1.012)
 
 
-def gate_runs(acceptance: tuple[float, ...], measured: tuple[int, ...], seed: int) -> tuple[float, float]:
-    """What the steps that the gate chooses for one answer behind another bring from 64 tokens on to 2,064, as a ratio
-    to the best fixed number of drafts, and to none. Steps as an H200 takes them in milliseconds, 3 % more or less, one
-    in fifty three times as long; chance decides what the gate sees, but of a choice its expected tokens and time count.
+def gate_runs(
+    acceptance: tuple[float, ...], measured: tuple[int, ...], seed: int, first: int = 64, stop: int = 2064
+) -> tuple[float, float]:
+    """What the steps that the gate chooses for one answer of 256 tokens behind another bring from the token `first` on,
+    as a ratio to the best fixed number of drafts, and to none. Steps as an H200 takes them in milliseconds, 3 % more or
+    less, one in fifty three times as long; chance decides what the gate sees, but of a choice its expected tokens and
+    time count.
     """
     took, rng = {0: 1.25, 1: 2.05, 2: 2.6, 3: 3.03, 7: 5.2}, np.random.default_rng(seed)
     chances = [*itertools.accumulate((*acceptance, *[0.0] * 7)[:7], operator.mul)]
@@ -349,7 +517,7 @@ def gate_runs(acceptance: tuple[float, ...], measured: tuple[int, ...], seed: in
     known = {drafts: 0.93e-3 * took[drafts] for drafts in measured}  # replays behind each other take less
     one, shared, last, tokens, end = DraftGate(lambda answers: known), Acceptance(), 0, 0, 0
     made = spent = 0.0
-    while tokens < 2064:
+    while tokens < stop:
         if tokens >= end:
             answer, end = Speculation("mtp", 7, Acceptance(shared)), end + 256
         drafts = GATE(one, [answer])
@@ -359,7 +527,7 @@ def gate_runs(acceptance: tuple[float, ...], measured: tuple[int, ...], seed: in
             answer.acceptance.record("mtp", verified, accepted)
         slow = 3.0 if rng.random() < 0.02 else 1.0
         one.record(1, drafts, 1e-3 * took[drafts] * (1 + 0.03 * rng.standard_normal()) * slow)
-        if tokens >= 64:
+        if tokens >= first:
             made, spent = made + expected[verified], spent + took[drafts]
         last, tokens = drafts, tokens + 1 + accepted
     best = max(expected[drafts] / each for drafts, each in took.items())
@@ -371,6 +539,28 @@ def test_the_gate_soon_takes_what_is_best_and_keeps_to_it(measured: tuple[int, .
     found = [gate_runs((0.85, 0.75, 0.65), measured, seed)[0] for seed in range(8)]
     assert np.mean(found) >= 0.98 and min(found) >= 0.97
     assert min(gate_runs((0.1,), measured, seed)[1] for seed in range(8)) >= 0.98
+
+
+@pytest.mark.parametrize("acceptance", [(0.1,), (0.5, 0.4, 0.3)])
+def test_the_gate_soon_knows_that_drafts_do_not_pay(acceptance: tuple[float, ...]) -> None:
+    """In the first answer of a process, and in the next ones."""
+    first, later = ([gate_runs(acceptance, (0, 1, 3, 7), seed, *part)[1] for seed in range(16)] for part in PARTS)
+    assert np.mean(first) >= 0.985 and min(first) >= 0.96
+    assert np.mean(later) >= 0.99
+
+
+PARTS = (0, 256), (256, 1536)  # tokens
+
+
+def test_the_gate_takes_one_draft_until_it_has_seen_a_few() -> None:
+    one, answer = gate(s0=1.0, s1=1.2, s3=1.6, s7=9.0), Speculation("mtp", 7, Acceptance(Acceptance()))
+    taken = []
+    for _ in range(6):
+        taken.append(GATE(one, [answer]))
+        answer.acceptance.record("mtp", taken[-1], taken[-1])
+    assert taken == [1, 1, 1, 3, 3, 3]
+    assert GATE(one, [answer, Speculation("mtp", 7, Acceptance())]) == 0  # what steps of two take is not known
+    assert GATE(one, [Speculation("mtp", 7, Acceptance(answer.acceptance.others))]) == 3  # others have seen some
 
 
 def test_the_gate_tries_drafts_that_do_not_pay_ever_more_rarely() -> None:

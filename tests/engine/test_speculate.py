@@ -15,6 +15,7 @@ from penstock.api import LLM, load_random
 from penstock.engine import draft_gate, draft_head, speculate
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
+from penstock.engine.execution import Execution
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculate import Acceptance, Proposal, RecentAnswers, Speculation, StepCosts, TokenIndex, choose
 from penstock.engine.steps import Run
@@ -216,6 +217,7 @@ def test_recurrent_states_have_room_only_where_drafts_are_wanted(folder: Path, l
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of any size take as long as each other, so that all drafts are taken."""
     monkeypatch.setattr(StepCosts, "__call__", lambda self, tokens: 1.0)
+    monkeypatch.setattr(Execution, "draft_seconds", lambda self, answers: {})
     monkeypatch.setattr(speculate, "GAIN", 1.0)
     monkeypatch.setattr(draft_gate, "GAIN", 1.0)
 

@@ -32,7 +32,7 @@ def made(config: dict[str, Any]) -> LLM:
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate takes what requests allow."""
-    monkeypatch.setattr(DraftGate, "drafts", lambda self, answers: min(one.most for one in answers))
+    monkeypatch.setattr(DraftGate, "drafts", lambda self, answers, sizes: min(one.most for one in answers))
 
 
 def answered(scheduler: Scheduler, prompts: list[list[int]], count: int, options: Any, **drafting: Any) -> list[Any]:
@@ -75,6 +75,24 @@ def test_text_and_states_in_the_interpreter() -> None:
     llm.engine.allocate(sequences=2)
     check_text(llm, [[1, 2], [3]], 3, 1, temperature=0.8, seed=3)
     check_accepted(llm, [5, 6], 6, (1.0, 0.0))
+
+
+def test_steps_without_an_active_row_change_nothing_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with which drafting is captured, beside an answer that goes on behind them as it would."""
+    monkeypatch.setattr("penstock.engine.draft_head._FILLED_ROWS", (8,))
+    llm = made(small_config(mtp_num_hidden_layers=1, vocab_size=64))
+    engine = llm.engine
+    engine.allocate(sequences=1)
+    want = engine.open()
+    logits = [engine.prefill(want, [5, 6, 7]), *engine.decode([want], [8])]
+    engine.close(want)
+    found = engine.open()
+    first = engine.prefill(found, [5, 6, 7])
+    engine.prepare_drafting(1, (1,), ("greedy",))
+    steps: Any = engine.programs.steps  # type: ignore[union-attr]
+    assert steps.drafting_prepared(1, (1,), "greedy") and not steps.draft_seconds(1)
+    for got, one in zip([first, *engine.decode([found], [8])], logits, strict=True):
+        np.testing.assert_array_equal(got, one)
 
 
 def check_kept(engine: Engine) -> None:
@@ -165,8 +183,10 @@ def test_cuda_sizes_with_drafts_are_captured_and_measured() -> None:
     llm.engine.allocate(sequences=4)
     llm.engine.prepare()
     steps: Any = llm.engine.programs.steps  # type: ignore[union-attr]
-    assert [sorted(steps.draft_seconds(count)) for count in (1, 2, 4, 8)] == [[0, 1, 3]] * 3 + [[]]
+    assert [sorted(steps.draft_seconds(count)) for count in (1, 2, 4, 8)] == [[0, 1, 3, 7]] * 3 + [[]]
     assert all(runner.captured for runner in steps._drafting.values())
     assert np.all([took > 0 for count in (1, 2, 4) for took in steps.draft_seconds(count).values()])
-    fills = {rows for form, rows, *_ in llm.engine.drafter._runner._runners if form == "fill"}  # type: ignore[union-attr]
-    assert fills >= {1, 2, 4, 8, 16, 32, 64, 128}
+    head: Any = llm.engine.drafter._runner  # type: ignore[union-attr]
+    fills = {(rows, count) for form, rows, count, _ in head._runners if form == "fill"}
+    assert fills == {(8, 1), (64, 1), (256, 1), (8, 4), (64, 4), (256, 4), (512, 4)}
+    assert all(runner.captured for runner in head._runners.values())

@@ -55,15 +55,13 @@ MIXED = (
 )  # fmt: skip
 VERIFIED = (2, 4, 8)  # tokens of each sequence
 _VERIFYING = (1, 2, 4, 8, 16, 32)  # sequences
-_PREPARED = (1, 2, 4, 8)  # sequences, and drafts of each, of steps that the device accepts by itself
-_DRAFTED = (1, 3)
-POSITIONS_TO_PREPARE = 128
+PREPARED = (1, 2, 4, 8)  # sequences of steps that the device accepts by itself, prepared ahead of requests
+_DRAFTED, _MANY_DRAFTED = (1, 3), (1, 3, 7)  # of a sequence in steps that are prepared, the latter of up to so many
+POSITIONS_TO_MEASURE = 128
 _SHORT = 4  # pages: a token of Qwen3.6-35B-A3B on an H200 takes 20 µs less than with a table of full width
-# Rows up to which experts are chosen inside their products, and up to which products take norms and sums in: see
-# graph/fuse_cuda.py.
-_CHOOSING, _FEW = 4, 8
+_FEW = 8  # rows up to which products take norms and sums in: see graph/fuse_cuda.py
 _HIDDEN = "hidden"  # in place of a mode: the head is the final norm alone
-_WHOLE = ("greedy", "plain")  # modes in which answers and their draw are captured in one piece
+WHOLE = ("greedy", "plain")  # modes in which answers and their draw are captured in one piece
 _DRAWN = ("wanted", "draw_at", "draw_slots")
 _PADS: dict[str, int] = dict.fromkeys(("tokens", "positions", "sequence", "slots", *_DRAWN), -1)
 
@@ -106,6 +104,7 @@ class BucketedSteps:
         self._head_arena: Any = None
         self._seconds: dict[Bucket, float] = {}
         self._draft_seconds: dict[int, dict[int, float]] = {}
+        self._prepared: set[tuple[int, int, str]] = set()
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -127,18 +126,18 @@ class BucketedSteps:
     def bucket(self, tokens: int, sequences: int, pages: int = 1 << 30) -> Bucket:
         """The size for so many tokens of so many sequences that have up to so many pages."""
         if tokens == sequences <= self.answers[-1]:
-            rows = _next(self.answers, sequences)
+            rows = next_size(self.answers, sequences)
             return Bucket(rows, rows, True, rows == 1 and pages <= _SHORT < self._pages)
-        return Bucket(_next(self.mixed, tokens), self.sequences, False)
+        return Bucket(next_size(self.mixed, tokens), self.sequences, False)
 
     def verifying(self, tokens: int, sequences: int) -> Bucket:
         """The size for the verification of so many tokens of so many sequences."""
         most = self.sequences
-        for count in (*(size for size in _VERIFYING if size < most), most):
+        for count in sizes_up_to(_VERIFYING, most):
             for each in VERIFIED:
                 if count >= sequences and count * each >= tokens:
                     return Bucket(count * each, count, False, keeps=True)
-        return Bucket(_next(self.mixed, tokens), most, False, keeps=True)
+        return Bucket(next_size(self.mixed, tokens), most, False, keeps=True)
 
     def draft_seconds(self, sequences: int) -> dict[int, float]:
         """Seconds of steps of so many sequences by the drafts that the device makes for each, where they are known."""
@@ -157,10 +156,16 @@ class BucketedSteps:
     def working_bytes(self, sequences: int) -> int:
         """Memory that steps take beside weights and caches, at the most."""
         programs = self._programs
-        each = 1 if programs.drafter is None else 1 + _DRAFTED[-1]
-        config, rows = programs.config, min(each * sequences, MOST_LOGITS)
+        config, rows = programs.config, self._most_head_rows(sequences)
         mixed = self._kind(Bucket(MIXED[-1], min(sequences, ANSWERS[-1]), False)).arena_bytes
         return 2 * mixed + 3 * 4 * rows * config.vocab_size
+
+    def _most_head_rows(self, sequences: int) -> int:
+        """The most rows of logits in prepared steps of up to so many sequences."""
+        if self._programs.drafter is None:
+            return min(sequences, MOST_LOGITS)
+        few = min(sequences, PREPARED[-1])
+        return min(max(few * (1 + _MANY_DRAFTED[-1]), sequences * (1 + _DRAFTED[-1])), MOST_LOGITS)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -251,7 +256,7 @@ class BucketedSteps:
 
     def drafting(self, sequences: int, drafts: int) -> Bucket:
         """The size for a step with so many drafts of so many sequences."""
-        count = _next((*(size for size in _VERIFYING if size < self.sequences), self.sequences), sequences)
+        count = next_size(sizes_up_to(_VERIFYING, self.sequences), sequences)
         return Bucket(count * (1 + drafts), count, False, keeps=True)
 
     def _drafting_runner(self, bucket: Bucket, mode: str) -> Runner:
@@ -299,7 +304,7 @@ class BucketedSteps:
             elif len(array) <= room:
                 values[name] = padded(array, room, _PADS.get(name, 0))
         every = (bucket.answers or bucket.keeps) and len(arrays["wanted"]) == len(arrays["tokens"])
-        if every and mode in _WHOLE and self._programs.experts is None:
+        if every and mode in WHOLE and self._programs.experts is None:
             runner, mode = self._whole(bucket, mode), None
         else:
             runner = self._runner(bucket, any(run.prompt for run in runs))
@@ -328,7 +333,7 @@ class BucketedSteps:
 
     def _head_rows(self, rows: int) -> int:
         verified = [size for size in _verified_sizes() if size > self.answers[-1]]
-        return _next([*self.answers, *verified, MOST_LOGITS], rows)
+        return next_size([*self.answers, *verified, MOST_LOGITS], rows)
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -352,7 +357,7 @@ class BucketedSteps:
     def unbind(self) -> None:
         """Let go of the caches' arrays."""
         self._runners, self._wholes, self._heads, self._arenas, self._seconds = {}, {}, {}, {}, {}
-        self._chain, self._drafting, self._draft_seconds = None, {}, {}
+        self._chain, self._drafting, self._draft_seconds, self._prepared = None, {}, {}, set()
         self._hidden = self._head_arena = self._inputs = self._sampler = self._version = None
 
     def _exchanging(self, wrap: Wrap | None) -> Wrap | None:
@@ -420,14 +425,14 @@ class BucketedSteps:
         return SegmentedRunner(device, segments, experts, detector, layers, self._inputs.unpack)
 
     def _kind(self, bucket: Bucket) -> SizedProgram:
-        """Sizes with the same nodes: one row, those up to which products are joined, take norms in, choose experts."""
+        """Sizes with the same nodes: one row, those up to which products take norms in, and where they are joined."""
         programs, rows = self._programs, bucket.rows
         joined = self._device.joins
         if bucket.keeps:
-            least, most = next(span for span in _spans((_CHOOSING, _FEW, joined, MIXED[-1])) if span[1] >= rows)
+            least, most = next(span for span in _spans((_FEW, joined, MIXED[-1])) if span[1] >= rows)
             least = max(2, least)
         elif bucket.answers:
-            spans = _spans((1, _CHOOSING, _FEW, joined, self.answers[-1]))
+            spans = _spans((1, _FEW, joined, self.answers[-1]))
             least, most = next(span for span in spans if span[1] >= rows)
             most = min(most, self.answers[-1])
         else:
@@ -461,7 +466,8 @@ class BucketedSteps:
             graph = programs.hidden_graph if mode == _HIDDEN else programs.head_graph
             program = Program(graph(self.most_tokens, rows), device.name, **programs.options)
             if self._head_arena is None or len(self._head_arena) < program.arena_bytes:
-                largest = programs.head_graph(self.most_tokens, self._head_rows(self.sequences))
+                most = self._head_rows(self._most_head_rows(self.sequences))
+                largest = programs.head_graph(self.most_tokens, most)
                 need = max(program.arena_bytes, Program(largest, device.name, **programs.options).arena_bytes)
                 self._heads, self._wholes, self._head_arena = {}, {}, None
                 self._head_arena = programs.new_arena(need)
@@ -506,55 +512,86 @@ class BucketedSteps:
             self._draw_nothing(self._head(rows, mode)[0], rows, mode)
         if heads and self._programs.experts is None:
             for bucket in buckets:
-                for mode in _WHOLE if bucket.answers else ():
+                for mode in WHOLE if bucket.answers else ():
                     self._draw_nothing(self._whole(bucket, mode), bucket.rows, mode)
 
-    def prepare_drafting(self, sequences: Seq[Sequence]) -> None:
-        """Have the usual sizes captured in which the device accepts and drafts by itself, and know how long they take;
-        sequences: empty ones, with pages for `POSITIONS_TO_PREPARE` positions.
-        """
-        room = self._programs.caches.room
-        for count in _PREPARED if self._sampler is not None else ():
-            if count > min(len(sequences), self.answers[-1]):
-                break
-            own, known = sequences[:count], {}
-            tokens = [np.full(1, n % self._programs.config.vocab_size, np.int32) for n in range(count)]
-            rows = [UNREAD] * count
-            runs = [Run(sequence, token) for sequence, token in zip(own, tokens, strict=True)]
-            for _ in range(2):
-                self.launch(runs, rows, "greedy").tokens()
-            pages = max((len(table.ids) for one in own for table in one.tables.values()), default=0)
-            known[0] = self._replayed(self._whole(self.bucket(count, count, pages), "greedy"), count)
-            for drafts in (one for one in _DRAFTED if room is None or one < room):
-                for mode in _WHOLE:
-                    for sequence in own:
-                        sequence.drafted = None
-                    for _ in range(3):  # the first has no drafts
-                        ahead = [AheadRun(one, token.tolist(), 0) for one, token in zip(own, tokens, strict=True)]
-                        self.launch_ahead(ahead, drafts, rows, mode).tokens()
-                        for sequence in own:
-                            sequence.drafted = drafts
-                runner = self._drafting_runner(self.drafting(count, drafts), _WHOLE[-1])
-                known[drafts] = self._replayed(runner, count * (1 + drafts))
-            self._draft_seconds[count] = known
+    def drafting_prepared(self, sequences: int, drafts: Seq[int], mode: str) -> bool:
+        """Whether `prepare_drafting` was called for all of these since the caches were allocated."""
+        prepared = self._prepared if self._version == self._programs.caches.version else ()
+        return all((sequences, each, mode) in prepared for each in drafts)
 
-    def _replayed(self, runner: Runner, rows: int) -> float:
-        """Seconds of a replay, one behind the other, of what was sent last; rows: that draw."""
+    def prepare_drafting(self, sequences: int, drafts: Seq[int], modes: Seq[str]) -> None:
+        """Have steps of so many sequences captured, with and without drafts that the device accepts by itself, by the
+        drafts of each and the way to draw. No row is active: nothing is read or written of a sequence.
+        """
+        self._bind_anew()
+        fewer = range(sequences // 2 + 1, sequences + 1)  # which have steps with drafts of the same size
+        plain = {self.bucket(each, each, pages) for each in fewer for pages in (1, 1 << 30)}
+        for mode in modes:
+            for bucket in plain:
+                with self._running(bucket):
+                    if mode in WHOLE:
+                        self._draw_nothing(self._whole(bucket, mode), bucket.rows, mode)
+                    else:
+                        self._draw_nothing(self._runner(bucket, prompt=False), bucket.rows, None)
+                        self._draw_nothing(self._head(bucket.rows, mode)[0], bucket.rows, mode)
+            for each in drafts:
+                bucket = self.drafting(sequences, each)
+                runner = self._drafting_runner(bucket, mode)
+                with self._running(bucket):
+                    self._draw_nothing(runner, bucket.rows, mode, bucket.sequences)
+                self._prepared.add((sequences, each, mode))
+
+    def measure_drafting(self, sequences: Seq[Sequence], drafts: Seq[int], mode: str) -> None:
+        """Know how long prepared steps of so many sequences take by the drafts of each; the sequences: empty ones, with
+        pages for `POSITIONS_TO_MEASURE` positions.
+        """
+        count, known = len(sequences), {}
+        tokens = [np.full(1, n % self._programs.config.vocab_size, np.int32) for n in range(count)]
+        rows = [UNREAD] * count
+        self.launch([Run(sequence, token) for sequence, token in zip(sequences, tokens, strict=True)], rows, mode)
+        pages = max((len(table.ids) for one in sequences for table in one.tables.values()), default=0)
+        bucket = self.bucket(count, count, pages)
+        whole = [self._whole(bucket, mode)] if mode in WHOLE else []
+        known[0] = self._replayed(
+            whole or [self._runner(bucket, prompt=False), self._head(bucket.rows, mode)[0]], count
+        )
+        for each in drafts:
+            for sequence in sequences:
+                sequence.drafted = None
+            for _ in range(2):  # the first has no drafts
+                ahead = [AheadRun(one, token.tolist(), 0) for one, token in zip(sequences, tokens, strict=True)]
+                self.launch_ahead(ahead, each, rows, mode).tokens()
+                for sequence in sequences:
+                    sequence.drafted = each
+            runner = self._drafting_runner(self.drafting(count, each), mode)
+            known[each] = self._replayed([runner], count * (1 + each))
+        self._draft_seconds[count] = self._draft_seconds.get(count, {}) | known
+
+    def _replayed(self, runners: Seq[Runner], rows: int) -> float:
+        """Seconds of replays, one behind the other, of what was sent last; rows: that draw."""
         assert self._sampler is not None
         count = 3
         self._device.wait()
         begin = time.perf_counter()
         for _ in range(count):
-            runner.run()
-            self._sampler.launched(rows, _WHOLE[0])
+            for runner in runners:
+                runner.run()
+            self._sampler.launched(rows, WHOLE[0])
         self._device.wait()
         return (time.perf_counter() - begin) / count
 
-    def _draw_nothing(self, runner: Runner, rows: int, mode: str | None) -> None:
-        """Capture what ends with a draw; no row is active."""
+    def _draw_nothing(self, runner: Runner, rows: int, mode: str | None, drafting: int = 0) -> None:
+        """Capture what ends with a draw; no row is active. drafting: sequences of a step that the device accepts."""
         assert self._inputs is not None and self._sampler is not None
-        none = dict.fromkeys(("tokens", "positions", "slots", *_DRAWN), np.full(rows, -1, np.int32))
-        self._inputs.send(self._sampler.values([UNREAD] * rows) | none | {"lengths": np.zeros(rows, np.int32)})
+        names = ("tokens", "positions", "slots", *_DRAWN)
+        none: dict[str, np.ndarray] = dict.fromkeys(names, np.full(rows, -1, np.int32))
+        none["lengths"] = np.zeros(rows, np.int32)
+        if drafting:
+            none |= {"sequence": none["wanted"], "slots": none["slots"][:drafting]}
+            none |= {name: np.zeros(drafting, np.int32) for name in ("lengths", "keep")}
+            none |= chain_values([], [UNREAD] * drafting) | {"starts": np.zeros(drafting + 1, np.int32)}
+        self._inputs.send(self._sampler.values([UNREAD] * rows) | none)
         self._inputs.unpack()
         for _ in self._until_captured(runner):
             runner.run()
@@ -615,6 +652,12 @@ class _Drawing:
         return self.hosted()
 
 
+def drafts_to_prepare(sequences: int, most: int) -> tuple[int, ...]:
+    """Numbers of drafts for which steps of so many sequences are prepared, each of which may have so many."""
+    sizes = _MANY_DRAFTED if sequences <= PREPARED[-1] else _DRAFTED
+    return tuple(sorted({min(size, most) for size in sizes}))
+
+
 def _modes() -> Iterable[str]:
     """All ways to draw: see `ops.sampling.split_mode`."""
     return [mode + edits + logprobs for mode in MODES for edits in ("", "+edits") for logprobs in ("", "+logprobs")]
@@ -622,13 +665,13 @@ def _modes() -> Iterable[str]:
 
 @functools.cache
 def _answer_sizes(most: int) -> tuple[int, ...]:
-    return *(size for size in ANSWERS if size < most), most
+    return sizes_up_to(ANSWERS, most)
 
 
 @functools.cache
 def _mixed_sizes(tokens: int) -> tuple[int, ...]:
     """Up to the first that has room for so many tokens."""
-    return MIXED[: MIXED.index(_next(MIXED, tokens)) + 1]
+    return MIXED[: MIXED.index(next_size(MIXED, tokens)) + 1]
 
 
 @functools.cache
@@ -648,5 +691,11 @@ def _spans(ends: Seq[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _next(sizes: Seq[int], size: int) -> int:
+def next_size(sizes: Seq[int], size: int) -> int:
+    """The first of sizes in their order that has room for this one."""
     return next(one for one in sizes if one >= size)
+
+
+def sizes_up_to(sizes: Seq[int], most: int) -> tuple[int, ...]:
+    """Those below the largest that there can be, and that one."""
+    return *(size for size in sizes if size < most), most

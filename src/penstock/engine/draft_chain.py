@@ -66,9 +66,7 @@ def chain_values(runs: Seq[AheadRun], rows: Seq[Any]) -> dict[str, np.ndarray]:
             chance[b] = 0
             chance[b, : len(run.chances)] = run.chances[:MOST_DRAFTS]
     found = {"known": known, "chance": chance}
-    return found | {
-        _PREFIX + name: np.array([row[name] for row in rows], dtype) for name, dtype in _DRAWING.items()
-    }
+    return found | {_PREFIX + name: np.array([row[name] for row in rows], dtype) for name, dtype in _DRAWING.items()}
 
 
 class DraftChain:
@@ -104,7 +102,7 @@ class DraftChain:
     def draft(self, B: int, drafts: int, drawn: Any, mode: str) -> list[Call]:
         """The head over the rows that count, and so many drafts."""
         given, own, T = self._inputs, self._own, B * (1 + drafts)
-        tables = {name: given[name] for name in self._programs.windows.values()}
+        tables = {name: given[name][:B] for name in self._programs.windows.values()}
         both = tables | {"slots": given["slots"][:B], "positions": given["positions"][:T], "tokens": drawn[:T]}
         first = both | {"starts": given["starts"][: B + 1], "lengths": given["lengths"][:B]}
         first |= {"sequence": self._sequence[:T], "wanted": own["wanted"][:B], "hidden": self._hidden[:T]}

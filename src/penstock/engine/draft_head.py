@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from penstock.dtypes import numpy_dtype
+from penstock.engine.buckets import UNREAD, next_size, sizes_up_to
 from penstock.engine.cache import PageTable, Sequence
 from penstock.engine.draft_chain import AheadRun
 from penstock.engine.runner import Runner
 from penstock.engine.sampling import Sampler, mode_of
+from penstock.engine.speculate import MOST_DRAFTS
 from penstock.engine.steps import (
     CHAINED,
     MOST_TOKENS,
@@ -96,6 +98,7 @@ class HeadRunner(Protocol):
     """Runs a head on a device."""
 
     head: mtp.Head
+    most_rows: int  # of a sequence behind which it drafts in one step
 
     def copy(self, hidden: Any) -> Any:
         """Rows of a step of the trunk, which the next one writes over."""
@@ -109,8 +112,8 @@ class HeadRunner(Protocol):
         """The same, and draft what is asked for behind each run."""
         ...
 
-    def prepare(self, sequence: Sequence, positions: int) -> None:
-        """Have fills of one sequence, empty and with pages for so many positions, ready by their sizes."""
+    def prepare(self, sequences: int) -> None:
+        """Have fills of up to so many sequences ready."""
         ...
 
     def unbind(self) -> None:
@@ -208,7 +211,8 @@ class HeadDrafter:
     def draft(self, asked: Seq[Asked]) -> None:
         """Draft for sequences that are `ready`; pages for their next positions are reserved."""
         runs, rows, filled = [], [], []
-        most = _MOST_ROWS if sum(len(self._waiting[one.sequence].tokens) for one in asked) <= MOST_TOKENS else 1
+        together = sum(len(self._waiting[one.sequence].tokens) for one in asked) <= MOST_TOKENS
+        most = self._runner.most_rows if together else 1
         for one in asked:
             filled.append(self._filled(one.sequence, one.answer, one.start, most))
             run, own = self._taken(one.sequence, one.answer)
@@ -224,9 +228,9 @@ class HeadDrafter:
         for part in _within([self._taken(one.sequence, one.answer, "none") for one in waiting]):
             self._runner.fill([run for run, _ in part], [row for _, rows in part for row in rows])
 
-    def prepare(self, sequence: Sequence, positions: int) -> None:
-        """Have what computes rows that wait, up to so many of one sequence, ready before it is asked for."""
-        self._runner.prepare(sequence, positions)
+    def prepare(self, sequences: int) -> None:
+        """Have what computes rows that wait, of up to so many sequences, ready before it is asked for."""
+        self._runner.prepare(sequences)
 
     def caught_up(self, sequence: Sequence) -> None:
         """The device has computed all before the next token by itself."""
@@ -257,6 +261,8 @@ class ExactHead:
     residual stream, in host memory.
     """
 
+    most_rows = _MOST_ROWS
+
     def __init__(self, programs: Programs, head: mtp.Head) -> None:
         self._programs, self.head = programs, head
         self._kinds: dict[Any, SizedProgram] = {}
@@ -266,7 +272,7 @@ class ExactHead:
     def copy(self, hidden: Any) -> Any:
         return hidden.copy()
 
-    def prepare(self, sequence: Sequence, positions: int) -> None:
+    def prepare(self, sequences: int) -> None:
         pass  # sizes are bound when they are met, in milliseconds
 
     def fill(self, runs: Seq[Run], rows: Rows) -> None:
@@ -371,10 +377,14 @@ class CapturedHead:
     Hidden rows are those of the trunk's residual stream.
     """
 
+    most_rows = 1 + MOST_DRAFTS  # of a run that was verified: more come in fills
+
     def __init__(self, programs: Programs, head: mtp.Head) -> None:
         self._programs, self._device, self.head = programs, programs.device, head
         self._version: int | None = None
         self._runners: dict[Any, Runner] = {}
+        self._filled: set[int] = set()  # numbers of sequences of which all fills are captured
+        self._drafted: set[tuple[int, str]] = set()  # and of those of which drafts are, in a mode
         self._inputs: Any = None
         self._sampler: Any = None
         self._hidden: Any = None
@@ -385,24 +395,59 @@ class CapturedHead:
         return found
 
     def unbind(self) -> None:
-        self._version, self._runners = None, {}
+        self._version, self._runners, self._filled, self._drafted = None, {}, set(), set()
         self._inputs = self._sampler = self._hidden = self._recycled = None
 
     def fill(self, runs: Seq[Run], rows: Rows) -> None:
         self._ready()
-        values, T, B = self._values(runs)
+        values, T, B = self._values(runs, fills=True)
         self._bring(rows)
         self._inputs.send(values)
         self._runner("fill", T, B, None).run()
 
-    def prepare(self, sequence: Sequence, positions: int) -> None:
+    def prepare(self, sequences: int) -> None:
         self._ready()
-        for rows in (size for size in _SIZES if size <= positions):
-            self.fill([Run(sequence, np.zeros(rows, np.int32), "none")], [self._hidden[:rows]])
+        slots = max(1, self._programs.caches.slots)
+        for B in sizes_up_to(_FILLED_SEQUENCES, slots):
+            if B not in self._filled:
+                most = _MOST_ROWS if B == 1 else MOST_TOKENS
+                for T in (rows for rows in _FILLED_ROWS if B <= rows <= most):
+                    self._run_nothing("fill", T, B, None)
+                self._filled.add(B)
+            if sequences <= B:
+                break
+
+    def _prepare_drafts(self, sequences: int, mode: str) -> None:
+        """Have fills and drafts of so many sequences ready that are drawn in this mode."""
+        slots = max(1, self._programs.caches.slots)
+        B = next_size(sizes_up_to(_SIZES, slots), sequences)
+        if (B, mode) in self._drafted:
+            return
+        self.prepare(sequences)
+        for form, T in (("first", B), ("first", self._rows_before(B)), ("next", B)):
+            self._run_nothing(form, T, B, mode)
+        self._drafted.add((B, mode))
+
+    def _rows_before(self, B: int) -> int:
+        """Of a step that drafts behind more than one row of some of B sequences."""
+        return next_size(_SIZES, self.most_rows * B)
+
+    def _run_nothing(self, form: str, T: int, B: int, mode: str | None) -> None:
+        """Capture a step of this size; no row is active."""
+        none = dict.fromkeys(("tokens", "positions", "sequence"), np.full(T, -1, np.int32))
+        none |= dict.fromkeys(("slots", "wanted", "from", "draw_at", "draw_slots"), np.full(B, -1, np.int32))
+        none |= {"lengths": np.zeros(B, np.int32), "starts": np.zeros(B + 1, np.int32)}
+        self._inputs.send(none | (self._sampler.values([UNREAD] * B) if mode is not None else {}))
+        runner = self._runner(form, T, B, mode)
+        while not runner.captured:
+            runner.run()
+            if mode is not None:
+                self._sampler.launched(B, mode)
 
     def draft(self, asked: Seq[Asked], runs: Seq[Run], rows: Rows) -> None:
         self._ready()
         mode = mode_of([one.sampler for one in asked]).partition("+")[0]
+        self._prepare_drafts(len(runs), mode)
         left, place, form = list(enumerate(asked)), 0, "first"
         pending: list[tuple[list[Asked], Any]] = []
         self._bring(rows)
@@ -452,13 +497,15 @@ class CapturedHead:
             self._hidden[first : first + len(part)] = part
             first += len(part)
 
-    def _values(self, runs: Seq[Run]) -> tuple[dict[str, np.ndarray], int, int]:
-        """What a step reads, and its size: rows and sequences."""
+    def _values(self, runs: Seq[Run], fills: bool = False) -> tuple[dict[str, np.ndarray], int, int]:
+        """What a step reads, and its size, of which there are few: rows and sequences."""
         arrays = step_arrays(runs, self._programs.windows, width=lambda pages: pages)
-        slots = max(1, self._programs.caches.slots)
-        B = next(size for size in (*(n for n in _SIZES if n < slots), slots) if size >= len(runs))
-        one = len(arrays["tokens"]) == len(runs)
-        T = B if one else next(size for size in _SIZES if size >= max(2, len(arrays["tokens"])) and size >= B)
+        slots, rows = max(1, self._programs.caches.slots), len(arrays["tokens"])
+        B = next_size(sizes_up_to(_FILLED_SEQUENCES if fills else _SIZES, slots), len(runs))
+        if fills:
+            T = next_size(_FILLED_ROWS, max(rows, B))
+        else:
+            T = B if rows == len(runs) else self._rows_before(B)
         sizes = step_shapes(T, B, B, 0, ())
         values = {}
         for name, array in arrays.items():
@@ -524,6 +571,7 @@ class CapturedHead:
 
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of rows, and of sequences
+_FILLED_ROWS, _FILLED_SEQUENCES = (8, 64, 256, 512, 4096), (1, 8, 64)
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

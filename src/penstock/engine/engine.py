@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias
 
 import numpy as np
 
-from penstock.engine.buckets import POSITIONS_TO_PREPARE, Bucket, BucketedSteps
+from penstock.engine.buckets import POSITIONS_TO_MEASURE, PREPARED, WHOLE, Bucket, BucketedSteps, drafts_to_prepare
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.cache_size import CacheSize, sequences_within, size_for_batches, size_for_load, size_within
 from penstock.engine.draft_chain import AheadRun
@@ -593,9 +593,7 @@ class Engine:
         known = under_way or sequence.drafted is not None or self.drafter.knows(sequence)
         return known and sequence.length + sequence.ahead + 1 + 2 * drafts <= most
 
-    def launch_ahead(
-        self, runs: Seq[AheadRun], drafts: int, rows: Seq[Mapping[str, Any]], mode: str
-    ) -> PendingStep:
+    def launch_ahead(self, runs: Seq[AheadRun], drafts: int, rows: Seq[Mapping[str, Any]], mode: str) -> PendingStep:
         """Start a step that verifies the drafts which the device has for each sequence, none at first, and makes so
         many more; only where `drafts_ahead`. Of each sequence 1 + drafts tokens are reported, −1 behind the last that
         counts; `advance_ahead` is to be told how many those are. Steps may be started before; rows, mode: see `launch`.
@@ -680,15 +678,39 @@ class Engine:
             try:
                 opened += [self.open() for _ in range(steps.answers[-1])]
                 steps.prepare(seconds)
-                if self.drafts_ahead and self.max_context >= POSITIONS_TO_PREPARE:
-                    for sequence in opened:
-                        self.caches.reserve(sequence, POSITIONS_TO_PREPARE)
-                    steps.prepare_drafting(opened)
-                    if self.drafter is not None:
-                        self.drafter.prepare(opened[0], POSITIONS_TO_PREPARE)
             finally:
                 for sequence in opened:
                     self.close(sequence)
+            if self.drafts_ahead:
+                most = self.speculating("mtp")[1]
+                for count in (one for one in PREPARED if one <= steps.answers[-1]):
+                    self.prepare_drafting(count, drafts_to_prepare(count, most))
+
+    def prepare_drafting(self, sequences: int, drafts: Seq[int], modes: Seq[str] = WHOLE) -> None:
+        """Have steps captured in which the device accepts drafts of so many sequences by itself, by the drafts of each
+        and the way to draw, with those in which drafts begin, rest and begin again; where so many more sequences can be
+        opened it is known then how long they take. Only where `drafts_ahead`.
+        """
+        assert self.programs is not None and isinstance(self.programs.steps, BucketedSteps)
+        assert self.drafter is not None
+        steps, opened = self.programs.steps, []
+        self.ensure_allocated()
+        with self.lock, self.device.running(self.deterministic):
+            steps.prepare_drafting(sequences, drafts, modes)
+            self.drafter.prepare(sequences)
+            self.programs.prepare_commit(sequences)
+            if set(drafts) <= steps.draft_seconds(sequences).keys() or self.max_context < POSITIONS_TO_MEASURE:
+                return
+            try:
+                for _ in range(sequences):
+                    opened.append(self.caches.open())
+                    self.caches.reserve(opened[-1], POSITIONS_TO_MEASURE)
+                steps.measure_drafting(opened, drafts, modes[-1])
+            except OutOfMemory:
+                pass  # steps of requests tell
+            finally:
+                for sequence in opened:
+                    self.caches.close(sequence)
 
     def _defined(self, runs: Seq[Run]) -> np.ndarray | None:
         """A step by the definitions of the ops, one after the other: device "reference"."""

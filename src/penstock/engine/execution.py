@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from penstock import compile_progress
-from penstock.engine.buckets import UNREAD, BucketedSteps
+from penstock.engine.buckets import UNREAD, BucketedSteps, drafts_to_prepare
 from penstock.engine.cache import Sequence
 from penstock.engine.draft_chain import AheadRun
 from penstock.engine.engine import Engine
 from penstock.engine.response import Token
+from penstock.engine.runner import unready_runs
 from penstock.engine.sampling import mode_of, with_logprobs
 from penstock.engine.speculate import Proposal
 from penstock.engine.state import RequestState, Verification
 from penstock.engine.steps import CHAINED, Run
-from penstock.errors import NonFiniteLogits
+from penstock.errors import NonFiniteLogits, PenstockError
 from penstock.models.step import PAGE
 from penstock.ops.device import PendingStep
 from penstock.ops.sampling import INACTIVE
+
+_log = logging.getLogger("penstock")
 
 _LOGITS_BYTES = 1 << 28  # that a step may hand out, but for those of a page
 
@@ -65,6 +70,11 @@ class Part:
         if self.ahead:
             return 1 + self.ahead
         return self.end - self.at + (0 if self.drafts is None else len(self.drafts.tokens))
+
+    @property
+    def drafts_verified(self) -> int:
+        """In the step."""
+        return self.verified if self.drafts is None else len(self.drafts.tokens)
 
     @property
     def rows(self) -> range:
@@ -117,6 +127,7 @@ Drawn = list[tuple[RequestState, Token | Exception]]
 class Launched:
     """A step that has been started: its parts, their sequences, and what will tell the tokens drawn after them; rows:
     those of each part, where all are wanted of all parts, as tuples of arrays. ran: this thread has computed it.
+    unready: `unready_runs` before.
     """
 
     parts: list[Part]
@@ -125,6 +136,7 @@ class Launched:
     begin: float
     rows: list[tuple[np.ndarray, ...]] | None = None
     ran: bool = False
+    unready: int = 0
 
     @property
     def ahead(self) -> bool:
@@ -145,6 +157,7 @@ class Execution:
         self._engine = engine
         self._token_seconds = math.inf  # mean of a token in a step with chunks of prompts
         self.host_seconds, self.steps = 0.0, 0
+        self._refused: set[tuple[int, str]] = set()  # answers and ways to draw of steps that could not be prepared
 
     @property
     def overlaps(self) -> bool:
@@ -153,9 +166,34 @@ class Execution:
 
     def draft_seconds(self, answers: int) -> Mapping[int, float]:
         """Seconds of a step of so many answers by the drafts of each that the device makes, as far as measured."""
+        steps = self._steps
+        return {} if steps is None else steps.draft_seconds(min(answers, steps.sequences))
+
+    @property
+    def _steps(self) -> BucketedSteps | None:
         programs = self._engine.programs
         steps = None if programs is None else programs.steps
-        return steps.draft_seconds(answers) if isinstance(steps, BucketedSteps) else {}
+        return steps if isinstance(steps, BucketedSteps) else None
+
+    def prepare_drafting(self, answers: int, most: int, states: list[RequestState]) -> Seq[int]:
+        """Have steps of up to so many answers ready in which the device accepts drafts of these requests by itself, as
+        their samplers draw; the numbers of drafts of each that they may have: none where that fails, as for memory.
+        """
+        steps, mode = self._steps, mode_of([state.sampler for state in states])
+        assert steps is not None
+        answers = min(answers, steps.sequences)
+        sizes = drafts_to_prepare(answers, most)
+        if steps.drafting_prepared(answers, sizes, mode):
+            return sizes
+        if (answers, mode) in self._refused:
+            return ()
+        try:
+            self._engine.prepare_drafting(answers, sizes, (mode,))
+        except PenstockError as error:
+            self._refused.add((answers, mode))
+            _log.warning("steps of %d answers have no drafts: %s", answers, error)
+            return ()
+        return sizes
 
     def room(self, seconds: float, answers: int) -> int:
         """Tokens of prompts for a step beside so many of answers that is to take up to so many seconds, twice as many
@@ -192,6 +230,12 @@ class Execution:
 
     def launch(self, parts: list[Part]) -> Launched:
         """Start a step. Where the device does not sample, it has been run when this returns."""
+        unready = unready_runs()
+        step = self._launched(parts)
+        step.unready = unready
+        return step
+
+    def _launched(self, parts: list[Part]) -> Launched:
         begin = compile_progress.clock()
         if parts[0].ahead:
             return self._launch_ahead(parts, begin)

@@ -13,7 +13,7 @@ from penstock import ops
 from penstock.engine.buckets import BucketedSteps
 from penstock.engine.cache import Caches, Sequence
 from penstock.engine.draft_head import HeadDrafter
-from penstock.engine.steps import KEPT, MOST_SEQUENCES, ExactSteps, ragged_step, step_shapes, table_names
+from penstock.engine.steps import KEPT, MOST_SEQUENCES, ExactSteps, padded, ragged_step, step_shapes, table_names
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import Streamed
 from penstock.graph import Bound, Graph, Program, Wrap, trace
@@ -66,18 +66,33 @@ class Programs:
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Move recurrent states on by the tokens that were accepted of kept runs."""
-        count, device = len(sequences), self.device
-        key = (count, self.caches.version)
+        device, count = self.device, self._committed_at_once(len(sequences))
+        bound, inputs = self._bound_commit(count)
+        slots = np.array([one.slot for one in sequences], np.int32)
+        accepted = np.array([one.accepted for one in sequences], np.int32)
+        inputs["slots"][:] = device.to_device(padded(slots, count, -1))
+        inputs["accepted"][:] = device.to_device(padded(accepted, count, 0))
+        with device.running(self.batch_invariant):
+            bound.run()
+
+    def prepare_commit(self, sequences: int) -> None:
+        """Have that ready for up to so many sequences."""
+        for count in sorted({self._committed_at_once(each) for each in range(1, sequences + 1)}):
+            if self.caches.gates:
+                self._bound_commit(count)
+
+    def _committed_at_once(self, sequences: int) -> int:
+        """A power of two on a device that captures, so that few programs are bound."""
+        return 1 << (sequences - 1).bit_length() if self.device.captures else sequences
+
+    def _bound_commit(self, count: int) -> tuple[Bound, dict[str, Any]]:
+        key, device = (count, self.caches.version), self.device
         if key not in self._commits:
             program = Program(self.commit_graph(count), device.name, **self.options)
             inputs = {name: device.zeros((count,), "int32") for name in ("slots", "accepted")}
             arena = self.new_arena(program.arena_bytes)
             self._commits[key] = program.bind(inputs | self.cache_arrays(), arena, self.wrap), inputs
-        bound, inputs = self._commits[key]
-        inputs["slots"][:] = device.to_device(np.array([one.slot for one in sequences], np.int32))
-        inputs["accepted"][:] = device.to_device(np.array([one.accepted for one in sequences], np.int32))
-        with device.running(self.batch_invariant):
-            bound.run()
+        return self._commits[key]
 
     @property
     def options(self) -> dict[str, Any]:

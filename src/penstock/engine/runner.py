@@ -19,6 +19,21 @@ Call = Callable[[], object]
 
 _FEW_MISSES = 1  # layers of a step that may miss experts for the next one to be run as a whole
 
+_unready = itertools.count(1)
+_last_unready = 0
+
+
+def unready_runs() -> int:
+    """Runs of this process, of whatever model, that were no replays but a first list of calls or a capture, which take
+    longer: a time in which this number has changed is not that of a step.
+    """
+    return _last_unready
+
+
+def _count_unready() -> None:
+    global _last_unready
+    _last_unready = next(_unready)
+
 
 class Runner:
     """Segments of calls that are run one after the other. The first run is a list of calls; later ones are replays.
@@ -48,6 +63,8 @@ class Runner:
         """Run these calls; `key` names them."""
         replay = self._replays.get(key)
         if replay is None:
+            if self.captures:
+                _count_unready()
             if key not in self._ran or not self.captures:
                 for call in calls():
                     call()

@@ -35,7 +35,7 @@ import numpy as np
 from penstock import compile_progress
 from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
-from penstock.engine.draft_gate import DraftGate
+from penstock.engine.draft_gate import DraftGate, answers_of_size
 from penstock.engine.draft_head import Asked
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
@@ -47,6 +47,7 @@ from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.reading import Reader
 from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
+from penstock.engine.runner import unready_runs
 from penstock.engine.sampling import Sampler
 from penstock.engine.speculate import MOST_DRAFTS, Speculation, Speculator
 from penstock.engine.state import RequestState
@@ -164,7 +165,7 @@ class Scheduler:
         self._stepping = threading.RLock()  # held by the thread that runs a step
         self._order = Order(engine.device.chunk_alignment)
         self._launched: list[Launched] = []  # steps under way, the oldest first: at most two
-        self._collected = 0.0  # when the last one was
+        self._collected, self._unready = 0.0, 0  # when the last one was, and `unready_runs` then
         self._since = 0.0  # by this thread's clock, where it computes: what a step takes is counted from here
         self._work = Work()
         self._interval, self._last_end = 1.0, 0.0  # mean seconds between two ends, and when the last one was
@@ -513,7 +514,8 @@ class Scheduler:
                 states.append(state)
         if not states:
             return None
-        drafts = self._gate.drafts([state.speculation for state in states if state.speculation is not None])
+        answers = [state.speculation for state in states if state.speculation is not None]
+        drafts = self._gate.drafts(answers, self._prepared_drafts(states, answers))
         if not drafts:
             return []
         for state in states:
@@ -521,6 +523,15 @@ class Scheduler:
             if not self._engine.has_room_ahead(state.opened, drafts, under_way):
                 return []
         return [Part.ahead_of(state, drafts) for state in states]
+
+    def _prepared_drafts(self, states: list[RequestState], answers: list[Speculation]) -> Seq[int]:
+        """How many drafts the next step may have of each answer. Where drafts begin all is captured with which they
+        rest and begin again, so that it is not in the middle of an answer.
+        """
+        if any(one.fixed for one in answers) or not self._gate.may_draft(answers):
+            return ()
+        most = min(one.most for one in answers)
+        return self._execution.prepare_drafting(answers_of_size(len(answers)), most, states)
 
     def _reap(self) -> None:
         """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
@@ -744,6 +755,7 @@ class Scheduler:
     def _drafted(self, answers: list[Part], counts: dict[int, int]) -> dict[int, list[int]]:
         """What the model's own head or a second model drafts for answers by their numbers."""
         asked: dict[int, Asked] = {}
+        unready = unready_runs()
         for n, count in counts.items():
             state = answers[n].state
             mask = None if state.request.grammar is None else state.request.grammar.mask()
@@ -761,6 +773,8 @@ class Scheduler:
         if by_model:
             assert self._engine.draft_model is not None
             self._engine.draft_model.draft(by_model)
+        if unready_runs() != unready:
+            self._speculator.leave_untimed()
         return {n: one.drafts for n, one in asked.items()}
 
     def _draft_limit(self, part: Part) -> int:
@@ -831,6 +845,8 @@ class Scheduler:
             self._failed(states, error)
             return
         del self._launched[0]
+        pairs = zip(step.parts, step.sequences, strict=True)
+        self._work.draft_tokens += sum(part.drafts_verified for part, own in pairs if part.state.sequence is own)
         for n, (part, sequence) in enumerate(zip(step.parts, step.sequences, strict=True)):
             if part.prompt and part.state.sequence is sequence:
                 self._computed(part, None if step.rows is None else step.rows[n])
@@ -838,8 +854,10 @@ class Scheduler:
             if state.sequence is not None:
                 self._deliver(state, token)
         now = compile_progress.clock()
-        self._count(step.parts, now - max(step.begin, self._collected), self._busy() if step.ran else None)
-        self._collected = now
+        ready = max(step.unready, self._unready) == unready_runs()
+        seconds, busy = now - max(step.begin, self._collected), self._busy() if step.ran else None
+        self._count(step.parts, seconds, busy, ready)
+        self._collected, self._unready = now, unready_runs()
         self._launched = [step for step in self._launched if step.states]  # else nobody reads what it has drawn
 
     def _busy(self) -> float:
@@ -884,8 +902,10 @@ class Scheduler:
             state.finish_reason = state.queue.finish_reason = "length"
             self._end(state, None)
 
-    def _count(self, parts: list[Part], seconds: float, busy: float | None) -> None:
-        """Seconds of a step go to prompts and answers by their tokens."""
+    def _count(self, parts: list[Part], seconds: float, busy: float | None, ready: bool) -> None:
+        """Seconds of a step go to prompts and answers by their tokens. ready: nothing was captured meanwhile, so that
+        they are what such steps take.
+        """
         work = self._work
         prompt = sum(part.end - part.at for part in parts if part.prompt)
         answers = sum(not part.prompt for part in parts)
@@ -896,15 +916,15 @@ class Scheduler:
         work.decode_seconds += (1 - share) * seconds
         work.decode_steps += answers > 0
         work.decode_rows += answers
-        work.draft_tokens += tokens - answers
         work.steps, work.host_seconds = self._execution.steps, self._execution.host_seconds
-        if prompt and not parts[0].all_logits:  # which cost more, and what is done with them
+        if prompt and ready and not parts[0].all_logits:  # which cost more, and what is done with them
             self._execution.record(prompt + tokens, seconds)
         elif tokens and not prompt:
             if not parts[0].ahead:
-                self._speculator.costs.record(tokens, seconds if busy is None else busy)
+                took = seconds if busy is None else busy
+                self._speculator.costs.record(tokens, took if ready else None)
             if parts[0].ahead or tokens == answers:
-                self._gate.record(answers, parts[0].ahead, seconds)
+                self._gate.record(answers, parts[0].ahead, seconds if ready else None)
 
     def _failed(self, states: list[RequestState], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""

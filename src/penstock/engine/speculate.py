@@ -187,6 +187,10 @@ class Acceptance:
         """That the first one is accepted, the first two, …"""
         return list(itertools.accumulate(self._each(group, count), operator.mul))
 
+    def seen(self, group: Group) -> float:
+        """By how many first drafts it is known, its own or those of others."""
+        return max(self._counts(group)[0][0], 0.0 if self.others is None else self.others.seen(group))
+
     def record(self, group: Group, drafts: int, accepted: int) -> None:
         """So many of the drafts were accepted: those behind the first wrong one say nothing."""
         (tries, hits), memory = self._counts(group), _memory(group)
@@ -230,8 +234,13 @@ class StepCosts:
         self._seconds: dict[int, float] = {}
         self._met: Counter[int] = Counter()
 
-    def record(self, tokens: int, seconds: float) -> None:
-        """The first steps of a size do not count: it is bound in one, and kernels may be loaded in the next."""
+    def record(self, tokens: int, seconds: float | None) -> None:
+        """The first steps of a size do not count: it is bound in one, and kernels may be loaded in the next. Nor do
+        those without seconds, in which something was captured.
+        """
+        if seconds is None:
+            self._met[tokens] = max(self._met[tokens], min(self._met[tokens] + 1, _UNCOUNTED))
+            return
         self._met[tokens] += 1
         if self._met[tokens] <= _UNCOUNTED:
             return
@@ -242,15 +251,6 @@ class StepCosts:
         if self.shared:
             self._factors.append(seconds / self._seconds[tokens])
             self.pace = lower_quartile(self._factors)
-
-    def expect(self, tokens: int, seconds: float) -> None:
-        """A step of a size that was not met yet takes about so long: as if a few had, so that the first one, which may
-        have had to wait for others to end, does not stand for all.
-        """
-        self._met[tokens] += _SETTLED
-        latest = self._latest_of(tokens)
-        latest.extend([seconds] * _SETTLED)
-        self._seconds[tokens] = lower_quartile(latest)
 
     def _latest_of(self, tokens: int) -> deque[float]:
         return self._latest.setdefault(tokens, deque(maxlen=_LATEST_SHARED if self.shared else _LATEST))
