@@ -3,7 +3,8 @@
     python -m benchmarks.ops.gpu_sampling [--rows 1 32 256] [--vocabularies 248320] [--json FILE]
 
 Logits are normal with a deviation of 2: with top_p alone tens of thousands of tokens stay, more than a model leaves.
-In a mixed batch the first row asks for more than the others. Bytes are the logits, once.
+The token drawn from all ids is kept in a share top_p of the rows, which are done then; the others are gone through. In
+a mixed batch the first row asks for more than the others. Bytes are the logits, once.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from penstock.engine.sampling import Sampler, SamplingParams
 VOCABULARIES = (248_320, 262_144)
 BATCHES = (1, 32, 256)
 CHECKED = 32  # rows whose tokens are compared with the host's
-PLAIN, NUCLEUS = {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}
+PLAIN, NUCLEUS, HALF = {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_p": 0.5}
 FEW, MORE, MANY = ({"temperature": heat, "top_k": k, "top_p": 0.95} for k, heat in ((20, 0.7), (64, 1.0), (500, 1.0)))
 CALLS = {  # label: mode, parameters of the first row and of the others
     "greedy": ("greedy", {}, {}),
@@ -26,6 +27,7 @@ CALLS = {  # label: mode, parameters of the first row and of the others
     "top_k 64, top_p 0.95": ("top_k", MORE, MORE),
     "top_k 500, top_p 0.95": ("full", MANY, MANY),
     "top_p 0.9": ("full", NUCLEUS, NUCLEUS),
+    "top_p 0.5": ("full", HALF, HALF),
     "one top_p 0.9, others greedy": ("full", NUCLEUS, {}),
     "one top_p 0.9, others temperature": ("full", NUCLEUS, PLAIN),
 }

@@ -1,5 +1,7 @@
 """Sampling on CUDA: tokens of the definition, edits, ties at the limits, marked rows, graphs with other parameters."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -123,7 +125,9 @@ def position_of(logits, ids):
 
 
 class Limits:
-    """Where calls of sample_tokens cut: limits [B, 4] as the lists leave them, and as they are in the end."""
+    """Where calls of sample_tokens cut: limits [B, 4] as the lists leave them, and as they are in the end. Tokens that
+    are drawn from all ids do not count: every row has its limit.
+    """
 
     def __init__(self, monkeypatch):
         self.listed = self.final = np.empty((0, 4))
@@ -131,8 +135,8 @@ class Limits:
         monkeypatch.setattr(sampling, "find_limits", self._found)
         monkeypatch.setattr(_limits, "_search_kernel", self)
 
-    def _found(self, *given):
-        limits = self._find(*given)
+    def _found(self, given, parts, full, sizes, drawn):
+        limits = self._find(given, parts, full, sizes)
         self.final = to_host(limits.clone())
         return limits
 
@@ -233,6 +237,160 @@ def test_sample_tokens_keeps_what_the_definition_keeps_of_a_vocabulary(kind, V, 
     for b, x in enumerate(logits):
         np.testing.assert_array_equal(limits.kept(b, x), kept_by(x, temperature, top_k, top_p))
         assert limits.way(b) == "list" or "equal" in kind or "flat" in kind or "two" in kind
+
+
+class Ahead:
+    """Whether tokens of calls of sample_tokens stood that were drawn from all ids: tokens of limits [B, 4] before lists
+    are made, −1 where a row was still open.
+    """
+
+    def __init__(self, monkeypatch):
+        self.tokens = np.empty(0)
+        self._rows = _limits._rows_kernel
+        monkeypatch.setattr(_limits, "_rows_kernel", self)
+
+    def __getitem__(self, grid):
+        def launch(given, parts, drawn, search, limits, *sizes, **options):
+            self._rows[grid](given, parts, drawn, search, limits, *sizes, **options)
+            self.tokens = to_host(limits[:, 3].clone()).astype(int)
+
+        return launch
+
+
+def winners(given, b):
+    """The token that row b would have without top-p."""
+    row = {name: value[b : b + 1] for name, value in given.items() if name != "mode"}
+    return int(reference(ops.sample_tokens, **row | {"top_p": np.ones(1)})[0])
+
+
+# Forms of logits by normal numbers z.
+FORMS = {
+    "normal": lambda z: z * 2,
+    "flat": lambda z: z * 0.01,
+    "peaked": lambda z: z * 8,
+    "ties": lambda z: np.round(z * 3),
+    "equal": lambda z: z * 0 - 5,
+    "two values": lambda z: np.where(z > 1, 1.0, -0.5),
+    "few possible": lambda z: np.where(z > 1.5, z, -np.inf),
+    "zeros of both signs": lambda z: np.where(z > 0, 0.0, -0.0),
+    "far apart": lambda z: np.where(z > 1, z * 1e29, -3e30),
+    "far from 0": lambda z: z + 1e4,
+}
+SHARES = (0.0, 1e-300, 1e-9, 0.05, 0.5, 0.9, 0.999, 1 - 1e-9, np.nextafter(1.0, 0), 1.0)
+HEATS = (1e-310, 1e-30, 0.1, 0.7, 1.0, 2.0, 20.0, 1e31, 1e300)
+
+
+@pytest.mark.parametrize("V", [65, 1001, 248_320 if GPU else 2050])
+@pytest.mark.parametrize("form", FORMS)
+def test_sample_tokens_tries_the_token_drawn_from_all_ids(form, V, monkeypatch, rng):
+    """Tokens are those of the definition, whether one that is drawn from all ids stands or its row is gone through."""
+    monkeypatch.setattr(_limits, "SAMPLE_LIST", 64)
+    rules = [(heat, share) for heat in HEATS for share in SHARES]
+    rules = rules if GPU else [rules[n] for n in rng.choice(len(rules), 24 if V < 2000 else 6, replace=False)]
+    given = call(FORMS[form](rng.standard_normal((len(rules), V))).astype(np.float32))
+    given["temperature"][:], given["top_p"][:] = np.transpose(rules)
+    given["min_p"][:] = rng.choice([0, 0, 1e-3, 0.5, 1], len(rules))
+    given["seed"][:] = rng.integers(-(2**63), 2**63, len(rules))
+    given["positions"][:] = rng.integers(0, 2**31 - 1, len(rules))
+    ahead = Ahead(monkeypatch)
+    got, want = run(ops.sample_tokens, **given), reference(ops.sample_tokens, **given)
+    wrong = np.flatnonzero(got != want)
+    assert not wrong.size, [(rules[b], int(got[b]), int(want[b])) for b in wrong[:3]]
+    stood = ahead.tokens >= 0
+    np.testing.assert_array_equal(ahead.tokens[stood], want[stood])
+    heat, cut = given["temperature"], given["top_p"] < 1
+    assert stood[~cut].all()
+    first = stood & cut & ((heat < 1e-29) | (heat > 1e30))  # weights in float32 say nothing there
+    np.testing.assert_array_equal(want[first], given["logits"][first].argmax(axis=1))
+    for b in np.flatnonzero(~stood):  # what clearly stands is not looked for
+        heat, share = rules[b]
+        assert heat not in (0.7, 1.0) or winners(given, b) not in clearly_kept(given["logits"][b], heat, share)
+
+
+def clearly_kept(x, temperature, top_p):
+    """Ids that top-p keeps by a distance, the first rank among them."""
+    ranked = np.argsort(-x, kind="stable")
+    sums = np.cumsum(np.exp((x[ranked].astype(np.float64) - x.max()) / temperature))
+    return {ranked[0], *ranked[1:][sums[:-1] < top_p * sums[-1] * (1 - 1e-3)].tolist()}
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9])
+def test_sample_tokens_goes_both_ways_with_top_p(top_p, monkeypatch, rng):
+    """Rows whose token drawn from all ids is kept take it at once, others go through their logits, as all could."""
+    monkeypatch.setattr(_limits, "SAMPLE_LIST", 64)
+    B, V = 400 if GPU else 40, 1003
+    given = call(rng.standard_normal((B, V)) * 2, top_p=top_p)
+    given["seed"][:] = np.arange(B)
+    ahead = Ahead(monkeypatch)
+    got = run(ops.sample_tokens, **given)
+    kept = np.array([winners(given, b) in kept_by(given["logits"][b], 1.0, 0, top_p) for b in range(B)])
+    stood = ahead.tokens >= 0
+    assert not stood[~kept].any() and stood[kept].mean() > 0.99
+    assert abs(kept.mean() - top_p) < 4 * (top_p * (1 - top_p) / B) ** 0.5 and not kept.all()
+    assert_same_bits("tokens", got, reference(ops.sample_tokens, **given))
+    Limits(monkeypatch)
+    assert_same_bits("tokens", run(ops.sample_tokens, **given), got)
+
+
+@pytest.mark.parametrize("gap", [0.0, 1.0])
+def test_sample_tokens_refuses_the_first_rank_that_top_p_leaves_out(gap, monkeypatch):
+    """The token drawn from all ids is the last that is kept, and then the one behind it: also among equals."""
+    monkeypatch.setattr(_limits, "SAMPLE_LIST", 64)
+    V, ids = 1100, np.array([3, 40, 257, 258, 700, 1099])
+    logits = np.full(V, -30, np.float32)
+    logits[ids] = -gap * np.arange(ids.size)
+    w = np.exp(logits.astype(np.float64))
+    sums = np.cumsum(w[ids])
+    ahead = Ahead(monkeypatch)
+    for rank, at in enumerate(ids):
+        position = next(p for p in range(10_000) if np.argmax(logits + gumbel(0, p, np.arange(V))) == at)
+        before = (sums[rank] - w[at]) / w.sum()
+        # The least share that keeps it, and the greatest that does not; both by a distance, and both closer than that.
+        for share, way in [
+            (before + 1e-3, "stands"),
+            (before - 1e-3, "open"),
+            (before + 1e-6, ""),
+            (before - 1e-6, ""),
+        ]:
+            if not 0 <= share < 1:
+                continue
+            given = call(logits, position=position, top_p=share)
+            got, want = run(ops.sample_tokens, **given), reference(ops.sample_tokens, **given)
+            assert got == want and (got[0] == at) == (share > before or rank == 0)
+            assert way != "stands" or ahead.tokens[0] == at
+            assert way != "open" or rank == 0 or ahead.tokens[0] == -1
+
+
+def test_sample_tokens_of_rows_of_all_kinds_in_one_call(monkeypatch, rng):
+    """Greedy, plain, top_k, top_p, both, min_p, inactive and broken rows, edits and masks; tokens are those of the
+    definition, and those of a row alone.
+    """
+    monkeypatch.setattr(_limits, "SAMPLE_LIST", 64)
+    kinds = [
+        (0.0, 0, 0.5),
+        (1.0, 0, 1.0),
+        (1.0, 20, 1.0),
+        (1.0, 0, 0.9),
+        (0.8, 30, 0.9),
+        (1.2, 0, 0.4),
+        (1.0, 10**6, 0.7),
+    ]
+    B, V = (40 if GPU else 3) * len(kinds), 1101
+    given = call((rng.standard_normal((B, V)) * 2).astype(np.float32))
+    for b in range(B):
+        given["temperature"][b], given["top_k"][b], given["top_p"][b] = kinds[b % len(kinds)]
+    given["min_p"][:] = rng.choice([0, 0, 0.2], B)
+    given["positions"][:], given["seed"][:] = np.arange(B), rng.integers(0, 2**62, B)
+    given["positions"][4], given["logits"][10, 5], given["logits"][12, 6] = -1, np.nan, np.inf
+    given["logits"][17] = -np.inf
+    by_row = {*given, "slots", "masked"} - {"mode"}
+    for tables in ({}, edits(rng, B, V)):
+        both: dict[str, Any] = given | tables
+        got = run(ops.sample_tokens, **both)
+        assert_same_bits("tokens", got, reference(ops.sample_tokens, **both))
+        for b in range(0, B, 3):
+            alone = {name: value[b : b + 1] if name in by_row else value for name, value in both.items()}
+            assert run(ops.sample_tokens, **alone)[0] == got[b]
 
 
 def test_sample_tokens_top_p_alone(rng):

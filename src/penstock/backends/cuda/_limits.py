@@ -1,5 +1,13 @@
 """Where top-k and top-p cut: the last rank that they keep, as a key and the highest id that is kept of those with it.
 
+With top-p alone that is not asked of every row. The best of all ids is the best of those that are kept if it is one of
+them, so a row is drawn from all first, and then the weight of the ids that rank before that token says whether it is
+kept: if they have less than top_p of the whole weight it is, and the row is done (`_before_kernel`, `_rows_kernel`).
+Weights and sums are float32 there. Noise lies between −3.14 and 22.88, so the exponent of a token that wins is above
+−26.1, as are those before it; what lies below −30 weighs nothing in the sum of all. An exponent d is off by at most
+4e-7 · |d|, its exp by 3e-7, and sums of 4096 in 128 threads and of 128 blocks by 4e-6: 2e-5 together, less than _OFF.
+A row in which that much more or less could decide is open, like one whose token is not kept.
+
 Logits are ranked by `key_of`, a 32-bit integer in their order. Few of them can be that rank; those are listed, and one
 program finds it among them (`_limits_kernel`):
 
@@ -11,7 +19,8 @@ What does not fit in a list (a top-k of thousands, many equal logits among other
 by digit. Where the list holds all that is kept, the token is drawn from it, too, and no logit of the row is read again.
 
 Bounds and windows only have to leave few logits: the limit itself is checked and found with exact weights. Every row
-takes its own way, and one without top-k and top-p none: its programs leave at once.
+takes its own way. Open rows are listed by it, and the programs of a launch share what is listed: few rows have the
+whole GPU, and a row that is done costs nothing more.
 """
 
 from collections import namedtuple
@@ -20,14 +29,16 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda._launch import pdl_options, wait_for_previous
-from penstock.backends.cuda._noise import best_of, words_of
+from penstock.backends.cuda._launch import multiprocessors, pdl_options, wait_for_previous
+from penstock.backends.cuda._noise import best_of, winner_of, words_of
 from penstock.backends.cuda._tuning import (
     SAMPLE_BIN_WARPS,
     SAMPLE_BINS,
     SAMPLE_CHUNK,
+    SAMPLE_DECIDED,
     SAMPLE_LIST,
     SAMPLE_LIST_WARPS,
+    SAMPLE_OPEN_PROGRAMS,
     SAMPLE_REGISTERS,
     SAMPLE_SPANS,
     SAMPLE_WARPS,
@@ -45,8 +56,11 @@ _LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite number
 _FAR = tl.constexpr(2**31 - 1)  # beyond every id
 _SIGN = tl.constexpr(0x80000000)
 _OFF = tl.constexpr(5e-5)  # more than weights and their sums in float32 are off
+_COLD, _HOT = tl.constexpr(1e-29), tl.constexpr(1e30)  # temperatures between which they are that close
 _BEYOND = tl.constexpr(1024.0)  # all that lies beyond the bins weighs less than this part of what top-p leaves out
-_KEEPS_ALL, _BY_BOUND, _BY_WINDOW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # ways of a row
+# Ways of a row whose token is open: its window is to be found, it has a bound, it is drawn from all that is kept.
+_BY_WINDOW, _BY_BOUND, DRAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+WAYS = tl.constexpr(3)
 # Numbers of a row: way, highest, bound, total and step of _rows_kernel; first, last, outer, zoom and open of
 # _window_kernel.
 _STATE = tl.constexpr(10)
@@ -55,12 +69,18 @@ _TALLY = tl.constexpr(4)  # of a list: how many, the lowest and the highest key
 # What every row is drawn from: its logits, the maxima of their blocks and where they are, its own sampling.
 Given = namedtuple("Given", "logits highest first positions temperature top_k top_p min_p seed")
 # What the maxima leave for top-k and top-p: maxima of parts of blocks, float32 [B, blocks, PEAKS]; weights of blocks
-# relative to their maxima, about, float32 [B, blocks].
-Parts = namedtuple("Parts", "peaks sums")
-# What the passes leave for each other: states float64 [B, 10]; counts int32 [2, B, BINS], of logits by bin; outside
-# float32 [2, B, blocks], weights above and below the first window, about; weights float64 [2, B, blocks], of all logits
-# and of those above the window; tallies int32 [B, 4], logits float32, ids int32 [B, LIST], the list.
-Search = namedtuple("Search", "states counts outside weights tallies logits ids")
+# relative to their maxima, about, float32 [B, blocks]; open int32 [1 + B, 3], for each way how many rows go it and then
+# which, in any order.
+Parts = namedtuple("Parts", "peaks sums open")
+# What rows without top-k were drawn from all ids: the best sums of blocks, float64, and their ids, int32 [B, blocks].
+Drawn = namedtuple("Drawn", "best tokens")
+# What the passes leave for each other: states float64 [B, 10]; counts int32 [B, 2, BINS], of logits by bin; outside
+# float32 [B, 2, blocks], weights above and below the first window, about; weights float64 [B, 2, blocks], of all logits
+# and of those above the window; tallies int32 [B, 4], logits float32, ids int32 [B, LIST], the list; before float32 [B,
+# blocks], weights before the token drawn from all ids, about; open of Parts.
+Search = namedtuple("Search", "states counts outside weights tallies logits ids before open")
+
+
 # -- logits, keys and weights ----------------------------------------------------------------------------------------
 
 
@@ -142,6 +162,14 @@ def cuts(top_k, V):
 
 
 @triton.jit
+def _by_top_p(given, row, V):
+    """Whether top-p alone cuts what the row is drawn from."""
+    temperature, position = tl.load(given.temperature + row), tl.load(given.positions + row)
+    top_k, top_p = tl.load(given.top_k + row), tl.load(given.top_p + row)
+    return (temperature > 0) & (position >= 0) & (top_p < 1) & (not cuts(top_k, V))
+
+
+@triton.jit
 def _needed(goal, before, limit, highest, rate, V):
     """How many ids at the limit bring the weight before it to the goal, at least 1."""
     each = weight_of(value_of(limit), highest, rate)
@@ -155,29 +183,86 @@ def _middle(low, high):
     return low + ((high - low + 1) >> 1)
 
 
+# -- the token drawn from all ids ------------------------------------------------------------------------------------
+
+
+# before    before[b, j] = sum of exp((x − highest) / temperature), about, of the logits of block j that rank before the
+#           token drawn from all ids, in rows with top-p and no top-k
+# shapes    logits float32 [B, V]; highest float32, best float64, tokens int32, before float32 [B, blocks]
+# grid      (B, ceil(blocks / SPAN)): a program has SPAN blocks of BLOCK logits
+# bytes     4 * BLOCK for each block whose highest logit reaches that of the token
+# limits    V < 2**31
+@triton.jit
+def _before_kernel(
+    given, drawn, before_ptr, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if _by_top_p(given, row, V):
+        highest = highest_of(given.highest, row, blocks, BLOCKS)
+        if is_finite(highest):
+            token = winner_of(drawn.best, drawn.tokens, row, blocks, BLOCKS)
+            own, rate = tl.load(given.logits + row * V + token), rate_about(tl.load(given.temperature + row))
+            for part in tl.static_range(SPAN):  # unrolled: all loads are under way at once
+                block = tl.program_id(1) * SPAN + part
+                at, ids = row * blocks + block, spread_ids(block, blocks, BLOCK)
+                most = tl.load(given.highest + at, mask=block < blocks, other=float("-inf"))
+                here = ids < tl.where(most >= own, V, 0)
+                x = tl.load(given.logits + row * V + ids, mask=here, other=float("-inf"))
+                ahead = (x > own) | ((x == own) & (ids < token))
+                w = tl.where(ahead, tl.exp((x - highest) * rate), 0.0)
+                tl.store(before_ptr + at, tl.sum(w, axis=0), mask=block < blocks)
+
+
+# -- rows whose token is open ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _enlist(search, way, row):
+    at = search.open + way
+    tl.store(at + WAYS * (1 + tl.atomic_add(at, 1, sem="relaxed")), row.to(tl.int32))
+
+
+@triton.jit
+def open_rows(open_ptr, way):
+    """How many rows are open and go this way."""
+    return tl.load(open_ptr + way)
+
+
+@triton.jit
+def open_row(open_ptr, way, n):
+    """Number n of these."""
+    return tl.load(open_ptr + WAYS * (1 + n) + way).to(tl.int64)
+
+
 # -- bounds and windows ----------------------------------------------------------------------------------------------
 
 
 # rows      states[b] = the way of a row and its highest logit; with top-k the key of its bound; with top-p alone about
-#           the weight of all logits, and the width of a bin in the exponent. Counts and the tally start anew
-# shapes    parts: peaks [B, blocks * PEAKS], sums [B, blocks]; states float64 [B, 10]; counts int32 [2, B, BINS];
-#           tallies int32 [B, 4]
+#           the weight of all logits, and the width of a bin in the exponent. limits[b] = nothing is cut, and the token
+#           drawn from all ids where that one is certainly kept, else −1: then the row is open and has its way. Counts
+#           and the tally start anew
+# shapes    parts: peaks [B, blocks * PEAKS], sums [B, blocks]; drawn, or None: best, tokens [B, blocks]; before float32
+#           [B, blocks]; states float64 [B, 10]; counts int32 [B, 2, BINS]; tallies int32 [B, 4]; limits float64 [B, 4];
+#           open int32 [1 + B, 3]
 # grid      (B,): a program holds the peaks of a row in registers
-# bytes     4 * blocks * PEAKS for each row with top-k
+# bytes     4 * blocks * PEAKS for each row with top-k, 20 * blocks for each other one
 # limits    blocks up to about 512. LISTED: a list has room for every row, and bounds need not be high
 @triton.jit
 def _rows_kernel(
-    given, parts, search, V, blocks, BLOCKS: tl.constexpr, BINS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr
-):
+    given, parts, drawn, search, limits_ptr, V, blocks, BLOCKS: tl.constexpr, BINS: tl.constexpr,
+    LISTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     temperature, top_k, top_p = tl.load(given.temperature + row), tl.load(given.top_k + row), tl.load(given.top_p + row)
     position = tl.load(given.positions + row)
-    maxima = tl.load(given.highest + row * blocks + block, mask=block < blocks, other=float("-inf"))
-    highest, state, way = tl.max(maxima, axis=0), search.states + row * _STATE, tl.full((), _KEEPS_ALL, tl.int32)
-    bins = row * BINS + tl.arange(0, BINS)
-    tl.store(search.counts + bins, tl.zeros([BINS], tl.int32))
-    tl.store(search.counts + tl.num_programs(0) * BINS + bins, tl.zeros([BINS], tl.int32))
+    at, there = row * blocks + block, block < blocks
+    maxima = tl.load(given.highest + at, mask=there, other=float("-inf"))
+    highest, state, way = tl.max(maxima, axis=0), search.states + row * _STATE, tl.full((), DRAW, tl.int32)
+    token, bins = tl.full((), -1, tl.int32), 2 * row * BINS + tl.arange(0, 2 * BINS)
+    tl.store(search.counts + bins, tl.zeros([2 * BINS], tl.int32))
     tl.store(search.tallies + row * _TALLY, 0)
     tl.store(search.tallies + row * _TALLY + 1, 0x7FFFFFFF)
     tl.store(search.tallies + row * _TALLY + 2, -0x80000000)
@@ -187,8 +272,9 @@ def _rows_kernel(
             low, high = tl.full((), _LOWEST, tl.uint32), key_of(highest)
             if not LISTED:
                 peak = tl.arange(0, BLOCKS * _PEAKS)
-                there = peak < blocks * _PEAKS
-                peaks = tl.load(parts.peaks + row * blocks * _PEAKS + peak, mask=there, other=float("-inf"))
+                peaks = tl.load(
+                    parts.peaks + row * blocks * _PEAKS + peak, mask=peak < blocks * _PEAKS, other=float("-inf")
+                )
                 keys, most, reach = key_of(peaks), top_k + top_k // 8, tl.full((), _FAR, tl.int32)
                 while (low < high) & (reach > most):
                     trial = _middle(low, high)
@@ -197,14 +283,28 @@ def _rows_kernel(
                     reach = tl.where(enough, count, reach)
                     low, high = tl.where(enough, trial, low), tl.where(enough, high, trial - 1)
             tl.store(state + 2, low.to(tl.float64))
-        elif top_p < 1:
-            way = tl.full((), _BY_WINDOW, tl.int32)
-            sums = tl.load(parts.sums + row * blocks + block, mask=block < blocks, other=0.0)
-            total = tl.sum(sums * tl.exp((maxima - highest) * rate_about(temperature)), axis=0).to(tl.float64)
-            tl.store(state + 3, total)
-            tl.store(state + 4, tl.log(V * _BEYOND / ((1.0 - top_p) * total)) / (BINS - 1))
+        else:
+            if drawn is not None:
+                token = winner_of(drawn.best, drawn.tokens, row, blocks, BLOCKS)
+            if top_p < 1:
+                sums = tl.load(parts.sums + at, mask=there, other=0.0)
+                total = tl.sum(sums * tl.exp((maxima - highest) * rate_about(temperature)), axis=0).to(tl.float64)
+                if drawn is not None:
+                    before = tl.sum(tl.load(search.before + at, mask=there, other=0.0), axis=0).to(tl.float64)
+                    inside = before * (1 + _OFF) < top_p * total * (1 - _OFF)
+                    # A token that nothing ranks before is kept, whatever weighs how much.
+                    kept = (before == 0) | (inside & (temperature >= _COLD) & (temperature <= _HOT))
+                    token = tl.where(kept, token, -1)
+                if token < 0:
+                    way = tl.full((), _BY_WINDOW, tl.int32)
+                    tl.store(state + 3, total)
+                    tl.store(state + 4, tl.log(V * _BEYOND / ((1.0 - top_p) * total)) / (BINS - 1))
+        if token < 0:
+            _enlist(search, way, row)
     tl.store(state, way.to(tl.float64))
     tl.store(state + 1, highest.to(tl.float64))
+    _store_limit(limits_ptr, row, tl.full((), 0, tl.uint32), tl.full((), _FAR, tl.int32), 0.0)
+    tl.store(limits_ptr + row * 4 + 3, token.to(tl.float64))
 
 
 @triton.jit
@@ -267,14 +367,14 @@ def _load_window(state):
 @triton.jit
 def _outside(search, side, row, blocks, BLOCKS: tl.constexpr):
     block = tl.arange(0, BLOCKS)
-    at = search.outside + (side * tl.num_programs(0) + row) * blocks + block
+    at = search.outside + (2 * row + side) * blocks + block
     return tl.sum(tl.load(at, mask=block < blocks, other=0.0).to(tl.float64), axis=0)
 
 
 # window    states[b] = the bins from first to last in which the goal of top-p is reached, bin i being the logits whose
 #           place is from outer + i / zoom on, and whether it is open: too many for a list. LEVEL 0: of the bins of all,
 #           from the highest on if a list holds that; outer and zoom cut an open window into bins. LEVEL 1: of those
-# shapes    counts int32 [2, B, BINS]; outside float32 [2, B, blocks]; states float64 [B, 10]
+# shapes    counts int32 [B, 2, BINS]; outside float32 [B, 2, blocks]; states float64 [B, 10]
 # grid      (B,)
 # bytes     4 * BINS + 8 * blocks for each row with top-p and no top-k
 # limits    none
@@ -284,9 +384,9 @@ def _window_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
-    row, B = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    row = tl.program_id(0).to(tl.int64)
     if _way(search, row) == _BY_WINDOW:
-        state, counts, top_p = search.states + row * _STATE, search.counts + row * BINS, tl.load(given.top_p + row)
+        state, counts, top_p = search.states + row * _STATE, search.counts + 2 * row * BINS, tl.load(given.top_p + row)
         total, step = tl.load(state + 3), tl.load(state + 4)
         goal, rest = top_p * total, (1.0 - top_p) * total
         if LEVEL == 0:
@@ -301,15 +401,15 @@ def _window_kernel(
             outer, last = _load_window(state)
             above, below = _outside(search, 0, row, blocks, BLOCKS), _outside(search, 1, row, blocks, BLOCKS)
             start, finer = outer * step, step * (last - outer + 1) / BINS
-            first, last, _ = _window(counts + B * BINS, start, finer, above, below, 0.0, goal, rest, BINS)
+            first, last, _ = _window(counts + BINS, start, finer, above, below, 0.0, goal, rest, BINS)
             _store_window(state, first, last)
 
 
-# count     counts[LEVEL, b, i] = logits of row b in bin i: of all that count, or (LEVEL 1) of the window that LEVEL 0
-#           has left, where more are in it than a list holds; outside[:, b, j] = weight above and below it, about
-# shapes    logits float32 [B, V]; counts int32 [2, B, BINS]; outside float32 [2, B, blocks]
-# grid      (B, ceil(blocks / SPAN)): a program has SPAN blocks of BLOCK logits
-# bytes     4 * V for each row with top-p and no top-k; counts are added by integer atomics, in any order
+# count     counts[b, LEVEL, i] = logits of row b in bin i: of all that count, or (LEVEL 1) of the window that LEVEL 0
+#           has left, where more are in it than a list holds; outside[b, :, j] = weight above and below it, about
+# shapes    logits float32 [B, V]; counts int32 [B, 2, BINS]; outside float32 [B, 2, blocks]
+# grid      any: programs share the rows that have a window, SPAN blocks of BLOCK logits at a time
+# bytes     4 * V for each such row; counts are added by integer atomics, in any order
 # limits    V < 2**31
 @triton.jit
 def _count_kernel(
@@ -317,18 +417,20 @@ def _count_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
-    row, B = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    way, highest = _way(search, row), _highest(search, row)
-    if way == _BY_WINDOW:
-        state = search.states + row * _STATE
-        step, wanted = tl.load(state + 4), True
+    spans = tl.cdiv(blocks, SPAN)
+    for item in range(tl.program_id(0), open_rows(search.open, _BY_WINDOW) * spans, tl.num_programs(0)):
+        row, start = open_row(search.open, _BY_WINDOW, item // spans), item % spans * SPAN
+        highest, state, wanted = _highest(search, row), search.states + row * _STATE, True
         if LEVEL == 1:
-            first, last = _load_window(state)
-            zoom, wanted = tl.load(state + 8).to(tl.float32), tl.load(state + 9) > 0
+            wanted = tl.load(state + 9) > 0
         if wanted:
+            step = tl.load(state + 4)
+            if LEVEL == 1:
+                first, last = _load_window(state)
+                zoom = tl.load(state + 8).to(tl.float32)
             counts, rate = tl.zeros([BINS], tl.int32), rate_about(tl.load(given.temperature + row))
             for part in tl.static_range(SPAN):  # unrolled: all loads are under way at once
-                block = tl.program_id(1) * SPAN + part
+                block = start + part
                 ids = spread_ids(block, blocks, BLOCK)
                 here = ids < tl.where(block < blocks, V, 0)
                 x = tl.load(given.logits + row * V + ids, mask=here, other=float("-inf"))
@@ -340,14 +442,14 @@ def _count_kernel(
                     bins = tl.minimum((tl.where(inside, place - first, 0.0) * zoom).to(tl.int32), BINS - 1)
                     counts += tl.histogram(bins, BINS, mask=inside)
                     w = tl.exp((x - highest) * rate)
-                    at = row * blocks + block
+                    at = 2 * row * blocks + block
                     above = tl.sum(tl.where(place < first, w, 0.0), axis=0)
                     below = tl.sum(tl.where(place >= last + 1, w, 0.0), axis=0)
                     tl.store(search.outside + at, above, mask=block < blocks)
-                    tl.store(search.outside + B * blocks + at, below, mask=block < blocks)
+                    tl.store(search.outside + at + blocks, below, mask=block < blocks)
             bins = tl.arange(0, BINS)
             some = (counts > 0) & ((bins < BINS - 1) | (LEVEL == 1))  # the last bin of all is what lies beyond them
-            tl.atomic_add(search.counts + (LEVEL * B + row) * BINS + bins, counts, mask=some, sem="relaxed")
+            tl.atomic_add(search.counts + (2 * row + LEVEL) * BINS + bins, counts, mask=some, sem="relaxed")
 
 
 @triton.jit
@@ -367,12 +469,12 @@ def _append(search, x, ids, hit, row, LIST: tl.constexpr):
 
 
 # gather    listed logits[b], ids[b] = those of row b that reach its bound, or that are in the window of top-p, with all
-#           above it if there is room; tallies[b] = how many, the lowest and the highest key; weights[:, b, j] = sums
+#           above it if there is room; tallies[b] = how many, the lowest and the highest key; weights[b, :, j] = sums
 #           over block j of row b of all weights, and of those above the window
-# shapes    logits float32 [B, V]; tallies int32 [B, 4]; logits float32, ids int32 [B, LIST]; weights float64 [2, B,
+# shapes    logits float32 [B, V]; tallies int32 [B, 4]; logits float32, ids int32 [B, LIST]; weights float64 [B, 2,
 #           blocks]
-# grid      (B, ceil(blocks / SPAN)): a program has SPAN blocks of BLOCK logits
-# bytes     4 * V for each row with top-p and no top-k; with top-k 4 * BLOCK for each block that reaches the bound
+# grid      any: programs share the rows that have a window or a bound, up to SPAN blocks of BLOCK logits at a time
+# bytes     4 * V for each row with a window; with a bound 4 * BLOCK for each block that reaches the bound
 # limits    V < 2**31
 @triton.jit
 def _gather_kernel(
@@ -380,29 +482,35 @@ def _gather_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
-    row, B = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    way, highest = _way(search, row), _highest(search, row)
-    start = tl.program_id(1) * SPAN
-    if way == _BY_BOUND:
-        bound = tl.load(search.states + row * _STATE + 2).to(tl.int64).to(tl.uint32)
-        for block in range(start, tl.minimum(start + SPAN, blocks)):
-            if key_of(tl.load(given.highest + row * blocks + block)) >= bound:
+    windows, bounds = open_rows(search.open, _BY_WINDOW), open_rows(search.open, _BY_BOUND)
+    span = tl.maximum(tl.minimum(tl.cdiv((windows + bounds) * blocks, tl.num_programs(0)), SPAN), 1)
+    spans = tl.cdiv(blocks, span)
+    windows *= spans
+    for item in range(tl.program_id(0), windows + bounds * spans, tl.num_programs(0)):
+        start = item % spans * span
+        if item >= windows:
+            row = open_row(search.open, _BY_BOUND, (item - windows) // spans)
+            bound = tl.load(search.states + row * _STATE + 2).to(tl.int64).to(tl.uint32)
+            for block in range(start, tl.minimum(start + span, blocks)):
+                if key_of(tl.load(given.highest + row * blocks + block)) >= bound:
+                    ids = spread_ids(block, blocks, BLOCK)
+                    x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
+                    _append(search, x, ids, key_of(x) >= bound, row, LIST)
+        else:
+            row = open_row(search.open, _BY_WINDOW, item // spans)
+            highest = _highest(search, row)
+            state, temperature = search.states + row * _STATE, tl.load(given.temperature + row)
+            first, last = _load_window(state)
+            step, outer, zoom = tl.load(state + 4), tl.load(state + 7).to(tl.float32), tl.load(state + 8).to(tl.float32)
+            rate, rate32 = rate_of(temperature), rate_about(temperature)
+            for block in range(start, tl.minimum(start + span, blocks)):
                 ids = spread_ids(block, blocks, BLOCK)
                 x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
-                _append(search, x, ids, key_of(x) >= bound, row, LIST)
-    elif way == _BY_WINDOW:
-        state, temperature = search.states + row * _STATE, tl.load(given.temperature + row)
-        first, last = _load_window(state)
-        step, outer, zoom = tl.load(state + 4), tl.load(state + 7).to(tl.float32), tl.load(state + 8).to(tl.float32)
-        rate, rate32 = rate_of(temperature), rate_about(temperature)
-        for block in range(start, tl.minimum(start + SPAN, blocks)):
-            ids = spread_ids(block, blocks, BLOCK)
-            x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
-            place = (_place(x, highest, rate32, step, BINS) - outer) * zoom
-            w, at = weight_of(x, highest, rate), row * blocks + block
-            tl.store(search.weights + at, tl.sum(w, axis=0))
-            tl.store(search.weights + B * blocks + at, tl.sum(tl.where(place < first, w, 0.0), axis=0))
-            _append(search, x, ids, (place >= first) & (place < last + 1) & (x > float("-inf")), row, LIST)
+                place = (_place(x, highest, rate32, step, BINS) - outer) * zoom
+                w, at = weight_of(x, highest, rate), 2 * row * blocks + block
+                tl.store(search.weights + at, tl.sum(w, axis=0))
+                tl.store(search.weights + at + blocks, tl.sum(tl.where(place < first, w, 0.0), axis=0))
+                _append(search, x, ids, (place >= first) & (place < last + 1) & (x > float("-inf")), row, LIST)
 
 
 # -- the last rank ---------------------------------------------------------------------------------------------------
@@ -411,7 +519,7 @@ def _gather_kernel(
 @triton.jit
 def _summed(search, side, row, blocks, BLOCKS: tl.constexpr):
     block = tl.arange(0, BLOCKS)
-    at = search.weights + (side * tl.num_programs(0) + row) * blocks + block
+    at = search.weights + (2 * row + side) * blocks + block
     return tl.sum(tl.load(at, mask=block < blocks, other=0.0), axis=0)
 
 
@@ -443,9 +551,10 @@ def load_limit(limits_ptr, row):
 
 
 # limits    limits[b] = key of the last rank that top-k and then top-p keep, the highest id that is kept of those with
-#           that key, and their number; key 0 if the row keeps all. _search_kernel finds the id if it is −1 here, and
-#           all three if the number is 0. Then the token of the row where the list holds all that is kept, else −1
-# shapes    lists of _gather_kernel; limits float64 [B, 4]
+#           that key, and their number, in rows with a window or a bound. _search_kernel finds the id if it is −1 here,
+#           and all three if the number is 0. Then the token of the row where the list holds all that is kept, else −1:
+#           then it is to be drawn
+# shapes    lists of _gather_kernel; limits float64 [B, 4]; open int32 [1 + B, 3]
 # grid      (B,): a program holds the list of a row in registers. Weights are summed as whole numbers, so that the order
 #           of the list does not matter: 50 bits behind the point of the highest one, as good as float64
 # bytes     8 * LIST for each row
@@ -457,7 +566,7 @@ def _limits_kernel(given, search, limits_ptr, V, blocks, BLOCKS: tl.constexpr, L
     way, highest = _way(search, row), _highest(search, row)
     limit, last = tl.full((), 0, tl.uint32), tl.full((), _FAR, tl.int32)
     ties, token = tl.full((), 0.0, tl.float64), tl.full((), -1, tl.int32)
-    if way != _KEEPS_ALL:
+    if way != DRAW:
         top_k, top_p, tally = tl.load(given.top_k + row), tl.load(given.top_p + row), search.tallies + row * _TALLY
         temperature, count = tl.load(given.temperature + row), tl.load(tally)
         rate, above = rate_of(temperature), tl.full((), 0.0, tl.float64)
@@ -517,8 +626,10 @@ def _limits_kernel(given, search, limits_ptr, V, blocks, BLOCKS: tl.constexpr, L
                 x, words_of(seed, position, ids), kept, search.logits + at, search.ids + at, 0, highest,
                 rate_about(temperature), temperature, tl.load(given.min_p + row), seed, position,
             )  # fmt: skip
-    _store_limit(limits_ptr, row, limit, last, ties)
-    tl.store(limits_ptr + row * 4 + 3, token.to(tl.float64))
+        _store_limit(limits_ptr, row, limit, last, ties)
+        tl.store(limits_ptr + row * 4 + 3, token.to(tl.float64))
+        if token < 0:
+            _enlist(search, DRAW, row)
 
 
 # -- in the whole row ------------------------------------------------------------------------------------------------
@@ -617,31 +728,55 @@ def _search_kernel(given, search, limits_ptr, V, BLOCK: tl.constexpr, PDL: tl.co
         _store_limit(limits_ptr, row, limit, _last_id(row_ptr, V, limit, ties, BLOCK), ties)
 
 
-def find_limits(given: Given, parts: Parts, full: bool, sizes: dict[str, int]) -> torch.Tensor:
-    """Limits float64 [B, 4] of all rows, for `load_limit`. full: some may have top-p and no top-k."""
+def fits_list(V: int) -> bool:
+    """Whether a list has room for a whole row."""
+    return V <= SAMPLE_LIST
+
+
+def _span(rows: int) -> int:
+    """Blocks of a row that a program takes, where so many rows are to be gone through."""
+    return next(span for most, span in SAMPLE_SPANS if most >= rows)
+
+
+def find_limits(
+    given: Given, parts: Parts, full: bool, sizes: dict[str, int], drawn: Drawn | None = None
+) -> torch.Tensor:
+    """Limits float64 [B, 4] of all rows, for `load_limit` and `load_token`. full: some may have top-p and no top-k;
+    drawn, then: tokens that may be the ones. None: every token is drawn from what is kept.
+    """
     V, (B, blocks) = given.logits.shape[1], given.highest.shape
     assert SAMPLE_LIST <= 4096
-    listed, span, pdl = V <= SAMPLE_LIST, next(n for rows, n in SAMPLE_SPANS if rows >= B), pdl_options()
+    listed, pdl, padded = fits_list(V), pdl_options(), sizes["BLOCKS"]
 
     def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=given.logits.device)
 
     search = Search(
-        new(torch.float64, B, _STATE.value), new(torch.int32, 2, B, SAMPLE_BINS), new(torch.float32, 2, B, blocks),
-        new(torch.float64, 2, B, blocks), new(torch.int32, B, _TALLY.value), new(torch.float32, B, SAMPLE_LIST),
-        new(torch.int32, B, SAMPLE_LIST),
+        new(torch.float64, B, _STATE.value), new(torch.int32, B, 2, SAMPLE_BINS), new(torch.float32, B, 2, blocks),
+        new(torch.float64, B, 2, blocks), new(torch.int32, B, _TALLY.value), new(torch.float32, B, SAMPLE_LIST),
+        new(torch.int32, B, SAMPLE_LIST), new(torch.float32, B, blocks), parts.open,
     )  # fmt: skip
-    limits, padded, grid = new(torch.float64, B, 4), sizes["BLOCKS"], (B, triton.cdiv(blocks, span))
+    limits, span = new(torch.float64, B, 4), _span(B)
+    if drawn is not None:
+        _before_kernel[B, triton.cdiv(blocks, span)](
+            given, drawn, search.before, V, blocks, **sizes, SPAN=span, **pdl
+        )  # fmt: skip
+    counted = span if drawn is None else _span(triton.cdiv(B, SAMPLE_DECIDED))
+    counting, listing = (n * multiprocessors(given.logits) for n in SAMPLE_OPEN_PROGRAMS[:2])
+    counting, listing = min(B * triton.cdiv(blocks, counted), counting), min(B * blocks, listing)
     of_row = {"num_warps": SAMPLE_WARPS, **pdl}
-    of_blocks = {"BLOCK": sizes["BLOCK"], "SPAN": span, "BINS": SAMPLE_BINS, **pdl}
+    of_blocks = {"BLOCK": sizes["BLOCK"], "BINS": SAMPLE_BINS, **pdl}
     of_bins = {"BLOCKS": padded, "BINS": SAMPLE_BINS, "LIST": SAMPLE_LIST, "num_warps": SAMPLE_BIN_WARPS, **pdl}
-    _rows_kernel[(B,)](given, parts, search, V, blocks, BLOCKS=padded, BINS=SAMPLE_BINS, LISTED=listed, **of_row)
+    _rows_kernel[(B,)](
+        given, parts, drawn, search, limits, V, blocks, BLOCKS=padded, BINS=SAMPLE_BINS, LISTED=listed, **of_row
+    )
     if full and not listed:
         for level in range(2):
-            _count_kernel[grid](given, search, V, blocks, LEVEL=level, **of_blocks)
+            _count_kernel[(counting,)](given, search, V, blocks, LEVEL=level, SPAN=counted, **of_blocks)
             _window_kernel[(B,)](given, search, blocks, LEVEL=level, **of_bins)
-    _gather_kernel[grid](
-        given, search, V, blocks, LIST=SAMPLE_LIST, **of_blocks, num_warps=SAMPLE_LIST_WARPS, maxnreg=SAMPLE_REGISTERS
+    _gather_kernel[(listing,)](
+        given, search, V, blocks, SPAN=span, LIST=SAMPLE_LIST, **of_blocks, num_warps=SAMPLE_LIST_WARPS,
+        maxnreg=SAMPLE_REGISTERS,
     )  # fmt: skip
     _limits_kernel[(B,)](
         given, search, limits, V, blocks, BLOCKS=padded, LIST=SAMPLE_LIST, maxnreg=SAMPLE_REGISTERS, **of_row

@@ -75,3 +75,13 @@ def best_of(x, words, kept, logits_ptr, ids_ptr, start, highest, rate, temperatu
         about = tl.where(slots == slot, float("-inf"), about)
         most = tl.max(about, axis=0)
     return found, token
+
+
+@triton.jit
+def winner_of(best_ptr, tokens_ptr, row, blocks, BLOCKS: tl.constexpr):
+    """The id of the highest of what blocks of a row have found, the lowest of equal ones."""
+    block = tl.arange(0, BLOCKS)
+    there, at = block < blocks, row * blocks + block
+    best = tl.load(best_ptr + at, mask=there, other=float("-inf"))
+    tokens = tl.load(tokens_ptr + at, mask=there, other=_FAR)
+    return tl.min(tl.where(best == tl.max(best, axis=0), tokens, _FAR), axis=0)

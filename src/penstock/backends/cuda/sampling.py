@@ -1,4 +1,6 @@
-"""Sampling on CUDA: edits, maxima of blocks, limits of top-k and top-p (_limits.py), the best of blocks, the draw."""
+"""Sampling on CUDA: edits, maxima of blocks, the best of all ids, limits of top-k and top-p where that may not be kept
+(_limits.py), the best of what they keep, the draw.
+"""
 
 import functools
 
@@ -7,23 +9,29 @@ import triton
 import triton.language as tl
 
 from penstock import ops
-from penstock.backends.cuda._launch import pdl_options, wait_for_previous
+from penstock.backends.cuda._launch import multiprocessors, pdl_options, wait_for_previous
 from penstock.backends.cuda._limits import (
+    DRAW,
     PEAKS,
+    WAYS,
+    Drawn,
     Given,
     Parts,
     cuts,
     find_limits,
+    fits_list,
     highest_of,
     is_finite,
     key_of,
     load_limit,
     load_token,
+    open_row,
+    open_rows,
     rate_about,
     spread_ids,
 )
-from penstock.backends.cuda._noise import best_of, words_from
-from penstock.backends.cuda._tuning import SAMPLE_BLOCK, SAMPLE_DRAW_WARPS, SAMPLE_PARTS
+from penstock.backends.cuda._noise import best_of, winner_of, words_from
+from penstock.backends.cuda._tuning import SAMPLE_BLOCK, SAMPLE_DRAW_WARPS, SAMPLE_OPEN_PROGRAMS, SAMPLE_PARTS
 from penstock.ops.op import kernel
 
 _PEAKS = tl.constexpr(PEAKS)
@@ -84,9 +92,9 @@ def _edit_kernel(
 
 # maxima    highest[b, j] = max of block j of row b, +inf if it holds NaN; first[b, j] = the lowest id that has it; with
 #           parts for rows with top-k also peaks[b, j, :] = maxima of its parts, and for rows with top-p alone
-#           sums[b, j] = sum of exp((x − max) / temperature), about
+#           sums[b, j] = sum of exp((x − max) / temperature), about; no row is open yet
 # shapes    logits float32 [B, V]; highest float32, first int32 [B, blocks]; peaks float32 [B, blocks, PEAKS], sums
-#           float32 [B, blocks]
+#           float32 [B, blocks]; open int32 [1 + B, 3]
 # grid      (B, blocks): a program has BLOCK logits
 # bytes     4 * V for each active row
 # limits    V < 2**31
@@ -104,6 +112,8 @@ def _maxima_kernel(given, parts, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(given.highest + at, highest)
     tl.store(given.first + at, tl.min(tl.where(x == highest, ids, _FAR), axis=0))
     if parts is not None:
+        for way in tl.static_range(WAYS):
+            tl.store(parts.open + way, 0, mask=(row == 0) & (block == 0))
         drawn = active & (temperature > 0)
         if drawn & cuts(top_k, V):
             peaks = tl.max(tl.reshape(x, (_PEAKS, BLOCK // _PEAKS)), axis=1)
@@ -116,39 +126,68 @@ def _maxima_kernel(given, parts, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
 # -- the draw --------------------------------------------------------------------------------------------------------
 
 
-# best      best[b, j] = the highest sum of logit and noise of the kept ids from j · BLOCK on, token[b, j] its id
-# shapes    logits float32 [B, V]; best float64, token int32 [B, blocks]; limits float64 [B, 4] of _limits_kernel, or
-#           None: all are kept
+@triton.jit
+def _draw_from_block(
+    given, limits_ptr, best_ptr, token_ptr, row, block, blocks, temperature, position, V, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The highest sum of a block of neighbours and its id, of the ids that the limits keep; limits_ptr None: of all."""
+    ids, at, seed = block * BLOCK + tl.arange(0, BLOCK), row * blocks + block, tl.load(given.seed + row)
+    x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
+    highest = highest_of(given.highest, row, blocks, BLOCKS)
+    if is_finite(highest):
+        kept = x > float("-inf")
+        if limits_ptr is not None:
+            limit, last, _ = load_limit(limits_ptr, row)
+            key = key_of(x)
+            kept = kept & ((key > limit) | ((key == limit) & (ids <= last)))
+        start, rate, min_p = block * BLOCK, rate_about(temperature), tl.load(given.min_p + row)
+        words, first = words_from(seed, position, start, BLOCK), given.logits + row * V + start
+        found, token = best_of(x, words, kept, first, None, start, highest, rate, temperature, min_p, seed, position)
+        tl.store(best_ptr + at, found)
+        tl.store(token_ptr + at, token)
+
+
+# best      best[b, j] = the highest sum of logit and noise of the ids from j · BLOCK on, token[b, j] its id. UNCUT: in
+#           rows that no top-k cuts
+# shapes    logits float32 [B, V]; best float64, token int32 [B, blocks]
 # grid      (B, blocks): a program has BLOCK neighbours, not the ids of `spread_ids`: four have one counter
-# bytes     4 * V for each row whose token is open
+# bytes     4 * V for each row
 # limits    V < 2**31
 @triton.jit
 def _best_kernel(
-    given, limits_ptr, best_ptr, token_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    given, best_ptr, token_ptr, V, UNCUT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     wait_for_previous(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, position = tl.load(given.temperature + row), tl.load(given.positions + row)
-    seed, undrawn = tl.load(given.seed + row), (temperature > 0) & (position >= 0)
-    if limits_ptr is not None:
-        undrawn = undrawn & (load_token(limits_ptr, row) < 0)
+    undrawn = (temperature > 0) & (position >= 0)
+    if UNCUT:
+        undrawn = undrawn & (not cuts(tl.load(given.top_k + row), V))
     if undrawn:
-        ids, at = block * BLOCK + tl.arange(0, BLOCK), row * blocks + block
-        x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
-        highest = highest_of(given.highest, row, blocks, BLOCKS)
-        if is_finite(highest):
-            kept = x > float("-inf")
-            if limits_ptr is not None:
-                limit, last, _ = load_limit(limits_ptr, row)
-                key = key_of(x)
-                kept = kept & ((key > limit) | ((key == limit) & (ids <= last)))
-            start, rate, min_p = block * BLOCK, rate_about(temperature), tl.load(given.min_p + row)
-            words, first = words_from(seed, position, start, BLOCK), given.logits + row * V + start
-            found, token = best_of(
-                x, words, kept, first, None, start, highest, rate, temperature, min_p, seed, position
-            )  # fmt: skip
-            tl.store(best_ptr + at, found)
-            tl.store(token_ptr + at, token)
+        _draw_from_block(
+            given, None, best_ptr, token_ptr, row, block, blocks, temperature, position, V, BLOCKS, BLOCK
+        )  # fmt: skip
+
+
+# kept      best[b, j] = the highest sum of logit and noise of the kept ids from j · BLOCK on, token[b, j] its id, in
+#           rows whose token neither the draw from all ids nor a list has found
+# shapes    logits float32 [B, V]; open int32 [1 + B, 3]; limits float64 [B, 4]; best float64, token int32 [B, blocks]
+# grid      any: programs share the blocks of these rows, however few they are
+# bytes     4 * V for each such row
+# limits    V < 2**31
+@triton.jit
+def _kept_kernel(
+    given, open_ptr, limits_ptr, best_ptr, token_ptr, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    for item in range(tl.program_id(0), open_rows(open_ptr, DRAW) * blocks, tl.num_programs(0)):
+        row, block = open_row(open_ptr, DRAW, item // blocks), item % blocks
+        temperature, position = tl.load(given.temperature + row), tl.load(given.positions + row)
+        _draw_from_block(
+            given, limits_ptr, best_ptr, token_ptr, row, block, blocks, temperature, position, V, BLOCKS, BLOCK
+        )  # fmt: skip
 
 
 # draw      token[b] = that of limits[b], or the id of the highest best[b], the lowest of equal ones; temperature 0: the
@@ -177,9 +216,7 @@ def _draw_kernel(
             if limits_ptr is not None:
                 token = load_token(limits_ptr, row)
             if token < 0:
-                best = tl.load(best_ptr + at, mask=there, other=float("-inf"))
-                tokens = tl.load(tokens_ptr + at, mask=there, other=_FAR)
-                token = tl.min(tl.where(best == tl.max(best, axis=0), tokens, _FAR), axis=0)
+                token = winner_of(best_ptr, tokens_ptr, row, blocks, BLOCKS)
     token = tl.where(is_finite(highest), token, -2)
     tl.store(out_ptr + row, tl.where(position >= 0, token, -1))
 
@@ -277,15 +314,22 @@ def sample_tokens(
         logits = edited
     highest, first = new(grid, dtype=torch.float32), new(grid, dtype=torch.int32)
     given = Given(logits, highest, first, positions, temperature, top_k, top_p, min_p, seed)
-    best = tokens = limits = parts = None
+    best = tokens = limits = parts = drawn = None
     if mode in ("top_k", "full"):
-        parts = Parts(new((*grid, PEAKS), dtype=torch.float32), new(grid, dtype=torch.float32))
+        peaks, sums = new((*grid, PEAKS), dtype=torch.float32), new(grid, dtype=torch.float32)
+        parts = Parts(peaks, sums, new((1 + B, WAYS.value), dtype=torch.int32))
     _maxima_kernel[grid](given, parts, V, BLOCK=block, **pdl)
-    if parts is not None:
-        limits = find_limits(given, parts, mode == "full", sizes)
     if mode != "greedy":
         best, tokens = new(grid, dtype=torch.float64), new(grid, dtype=torch.int32)
-        _best_kernel[grid](given, limits, best, tokens, V, **sizes, num_warps=SAMPLE_DRAW_WARPS, **pdl)
+        draws = {**sizes, "num_warps": SAMPLE_DRAW_WARPS, **pdl}
+        if mode == "full" and not fits_list(V):
+            drawn = Drawn(best, tokens)
+        if mode == "plain" or drawn is not None:
+            _best_kernel[grid](given, best, tokens, V, UNCUT=drawn is not None, **draws)
+        if parts is not None:
+            limits = find_limits(given, parts, mode == "full", sizes, drawn)
+            programs = min(B * blocks, SAMPLE_OPEN_PROGRAMS[2] * multiprocessors(logits))
+            _kept_kernel[(programs,)](given, parts.open, limits, best, tokens, V, blocks, **draws)
     _draw_kernel[(B,)](given, limits, best, tokens, out[0], blocks, BLOCKS=sizes["BLOCKS"], **pdl)
     if logprobs is not None:
         sums = new(grid, dtype=torch.float64)
