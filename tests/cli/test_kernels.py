@@ -169,8 +169,15 @@ def test_trace_for_cuda_needs_no_gpu_and_fuses(capsys, tiny):
 def test_trace_of_a_batch_joins_projections_where_the_device_does(capsys):
     for device, batch, joined in (("cuda", "9", True), ("cpu", "8", True), ("cpu", "9", False)):
         report = trace(capsys, "--device", device, "--batch", batch)
-        before, after = ({node["op"] for node in report[side]["nodes"]} for side in ("before", "after"))
-        assert "split_columns" not in before and ("split_columns" in after) == joined
+        before, after = (report[side]["nodes"] for side in ("before", "after"))
+        ops_before, ops_after = ({node["op"] for node in nodes} for nodes in (before, after))
+        assert "split_columns" not in ops_before
+        assert ("split_columns" in ops_after) == (joined and device == "cpu")  # a GPU reads columns where they lie
+        products = ("quantized_matmul", "norm_matmul", "matmul_add")
+        single, found = (
+            {one for node in nodes if node["op"] in products for one in node["makes"]} for nodes in (before, after)
+        )
+        assert (not found <= single) == joined  # a product as wide as several
 
 
 def test_trace_knows_the_layer_of_every_node(capsys, tiny):

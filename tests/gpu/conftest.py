@@ -13,6 +13,7 @@ collect_ignore = [] if importlib.util.find_spec("gguf") else ["test_gguf.py"]  #
 
 interpreter.quicken()
 interpreter.check_alignment()
+interpreter.sum_exactly()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -139,6 +139,21 @@ def expanded() -> Any:
     return ops.mla_prefill(half(128, 16, 128), half(128, 16, 64), *caches, 0, 0.5, codes(16 * 256, 512))
 
 
+def keys_and_values(T: int, bits: int) -> Any:
+    """Of latents, kv_b in codes of so many bits; 0: in mxfp4."""
+    kv_b = codes(4 * 256, 512, bits=bits) if bits else float_codes(4 * 256, 512)
+    return ops.mla_expand(half(T, 512), kv_b, heads=4, nope=128)
+
+
+def dense_experts(T: int) -> Any:
+    """With a dense shared expert, which a product of its own takes."""
+    shapes = ((512, 1024), (512, 1024), (1024, 512))
+    stacks, own = ([half(*lead, *shape) for shape in shapes] for lead in ((8,), ()))
+    return ops.moe_shared_forward(
+        torch.zeros(T, 1024), half(T, 1024), ints(T, 4), torch.zeros(T, 4), *stacks, *own, half(T)
+    )
+
+
 def chunks_of_runs() -> Any:
     gates = torch.zeros(128, 4, 128), torch.zeros(128, 4)
     sizes = (2, 4, 128, 128)
@@ -174,12 +189,19 @@ def stepped(B: int, deterministic: bool) -> Any:
         return ops.gated_delta_step(*rows, *states, ints(B), *weights, Hk)
 
 
+def sampled(B: int, V: int, mode: str) -> Any:
+    row, wide = ints(B), torch.zeros(B, dtype=torch.float64)
+    return ops.sample_tokens(torch.zeros(B, V), row, wide, row, wide, wide, row.long(), mode=mode)
+
+
 CALLS = (
     Call("attention_paged", paged, ((24, 8, 128), (16, 2, 256), (16, 2, 512), (16, 8, 256, 1024))),
     Call("attention_prefill", prefill, ((128, 16, 2, 64), (128, 16, 2, 128), (128, 16, 2, 256), (128, 16, 2, 512))),
     Call("attention_prefill", prefill, ((8, 16, 2, 256),)),
     Call("mla_sdpa", latents, ((1, 100), (64, 200))),
     Call("mla_prefill", expanded),
+    Call("mla_expand", keys_and_values, ((100, 6), (16, 6), (100, 3), (100, 5), (100, 0), (100, 8))),
+    Call("moe_shared_forward", dense_experts, ((20,), (100,))),
     Call("quantized_matmul", product, ((16, 4), (32, 4), (64, 4), (128, 4), (16, 8), (32, 8), (64, 8), (128, 8))),
     Call("quantized_matmul", product, ((64, 3), (128, 6), (64, 4, "float32"))),
     Call("quantized_matmul", lanes, ((8, 12352), (8, 2048, 4096), (16, 12352), (16, 2048, 4096), (32, 2048, 4096))),
@@ -205,10 +227,18 @@ CALLS = (
     Call("quantized_matmul", lanes, ((8, 5120, 2880, 8), (8, 2880, 4096, 8))),
     Call("moe_norm_route", router, ((1, 256, 2048), (8, 256, 2048))),
     Call("moe_norm_group_route", router, ((1, 256, 7168, 8),)),
-    Call("moe_route_forward", routed_experts, ((1, 256, 2048, 512), (1, 512, 2048, 1024), (4, 256, 2048, 512))),
+    Call(
+        "moe_route_forward",
+        routed_experts,
+        ((1, 256, 2048, 512), (1, 512, 2048, 1024), (4, 256, 2048, 512), (8, 256, 2048, 512), (32, 256, 2048, 512)),
+    ),
     Call("gated_delta_net", chunks, ((), (128,))),
     Call("gated_delta_net", chunks_of_runs),
     Call("gated_delta_verify", verified, ((1, 4), (8, 2))),
     Call("gated_delta_step", stepped, ((1, True), (1, False), (48, False))),
     Call("conv1d_causal", convolved, ((), (16, 128))),
+    Call(
+        "sample_tokens", sampled, ((256, 248320, "full"), (32, 248320, "full"), (1, 262144, "full"), (1, 32001, "full"))
+    ),
+    Call("sample_tokens", sampled, ((1, 248320, "top_k"), (256, 248320, "top_k"), (32, 248320, "plain"))),
 )

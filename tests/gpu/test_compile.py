@@ -35,7 +35,7 @@ def test_one_family_compiles_for_every_gpu():
     compile_for((80, 100, 120), QUICK)  # 89 has the instructions of 80 and the shared memory of 120
 
 
-LARGE = ("linear", "moe", "attention", "mla", "delta", "--large")
+LARGE = ("linear", "moe", "attention", "mla", "delta", "sampling", "--large")
 
 
 def test_a_call_of_each_kind_at_the_sizes_of_models_compiles_for_hopper():

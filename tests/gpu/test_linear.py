@@ -8,7 +8,7 @@ import triton.language as tl
 
 import penstock
 from penstock import ops
-from penstock.backends.cuda import _exact
+from penstock.backends.cuda import _exact, linear
 from penstock.backends.cuda._launch import multiprocessors
 from penstock.backends.cuda._matvec import config
 from penstock.errors import PenstockError
@@ -61,6 +61,30 @@ def test_exact_product_does_not_round_weights(
     _exact.exact_product(to_device(x), to_device(w), got, None if more is None else got)
     close(got.cpu().numpy(), want if more is None else want + more)
     _exact._launch.cache_clear()
+
+
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("T", "N", "K", "x", "norm"), [(17, 70, 320, "float32", "bfloat16"), (40, 33, 192, "bfloat16", "float32")]
+)
+def test_exact_product_norms_its_rows(T, N, K, x, norm, out, rng, monkeypatch):
+    """Rows of a stream, rounded to the activations' dtype once they are normed."""
+    taken, launch = [], _exact.exact_product
+    monkeypatch.setattr(linear, "exact_product", lambda *args: (taken.append(args[4:]), launch(*args)))
+    monkeypatch.setattr(_exact, "EXACT_ROUNDED", (17, 192, 0))
+    monkeypatch.setattr(_exact, "SCORES", (1024, 0, 64, 128, 4, 3))
+    call = {
+        "x": normal(rng, T, K, dtype=x, scale=3),
+        "norm_weight": normal(rng, K, dtype=norm),
+        "w": quantized(rng, N, K, group_size=64),
+        "eps": 1e-5,
+        "dtype": out,
+        "normed": "bfloat16",
+    }
+    got, want = run(ops.norm_matmul, **call), reference(ops.norm_matmul, **call)
+    assert got.dtype == want.dtype and len(taken) == 1 and len(taken[0]) == 3
+    # a normed number may be rounded the other way
+    assert_close("y", got, want, 4e-3 + 2 * EPS[out], float(np.abs(want.astype(np.float64)).max()))
 
 
 def test_exact_product_keeps_rows_apart(rng):

@@ -53,7 +53,7 @@ def test_stages_are_for_rows_that_divide_and_fit(rng):
     made = torch.zeros(64, dtype=torch.int32, device=DEVICE)
 
     def taken(N: int, K: int, rows: int = 8, act: str | None = None, **form: Any) -> bool:
-        tiles = Tiles(made, made, rows, 2, False)
+        tiles = Tiles(made, made, 64, rows, 2, False)
         return stages(x, N, tiles, act, to_device(quantized(rng, N, K, **{"group_size": 64} | form)))
 
     assert taken(16, 2048) and taken(32, 1024) and taken(64, 512)
@@ -62,4 +62,4 @@ def test_stages_are_for_rows_that_divide_and_fit(rng):
     assert not taken(16, 2048, rows=16)
     assert not taken(16, 2048, bits=8)  # two stages of 32 KB
     assert not taken(64, 704)  # 11 groups for two warps
-    assert not stages(x, 16, Tiles(made[:22], made, 8, 2, False), None, to_device(quantized(rng, 16, 2048)))
+    assert not stages(x, 16, Tiles(made, made, 22, 8, 2, False), None, to_device(quantized(rng, 16, 2048)))

@@ -627,6 +627,12 @@ CASES = {
     "experts_add": Case(experts_add, ["moe_biased_forward"], two(**CHOSEN), IDS, devices=CUDA),
     "moe_norm_route with a bias": Case(biased_router, ["moe_norm_route", "gelu_tanh"], {"x": ROW}, devices=CUDA),
     "norm_matmul": Case(norm_matmul, ["norm_matmul", "norm_matmul"], {"x": ROWS}, devices=CUDA),
+    "norm_matmul of more rows": Case(
+        lambda x: ([ops.quantized_matmul(y, matrix(48, DIM)) for y in [norm(x, 1)]], []),
+        ["norm_matmul"],
+        {"x": Spec((9, DIM), "float32")},
+        devices=CUDA,
+    ),
     "moe_norm_route": Case(router, ["moe_norm_route", "gelu_tanh"], {"x": ROW}, devices=CUDA),
     "moe_norm_route without a norm": Case(
         lambda x: router(x, norms=False), ["moe_norm_route", "gelu_tanh"], {"x": ROW}, devices=CUDA
@@ -901,7 +907,7 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         {"x": ROW},
         "moe_norm_route",
     ),
-    "moe_route_forward of many rows": (routed_moe, {"x": Spec((9, DIM), "float32")}, "moe_route_forward"),
+    "moe_route_forward of many rows": (routed_moe, {"x": Spec((257, DIM), "float32")}, "moe_route_forward"),
     "moe_norm_route of rows whose experts may be absent": (
         lambda x: routed_moe(x, slot_of=np.arange(7, dtype=np.int32)),
         {"x": ROWS},
@@ -919,7 +925,17 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         "moe_route_forward",
     ),
     "moe_route_forward of another's score": (lambda x: routed_moe(x, scored=False), {"x": ROW}, "moe_route_forward"),
-    "norm_matmul of many rows": (norm_matmul, {"x": Spec((9, DIM), "float32")}, "norm_matmul"),
+    "norm_matmul of many rows": (norm_matmul, {"x": Spec((257, DIM), "float32")}, "norm_matmul"),
+    "norm_matmul of more rows with a dense weight": (
+        lambda x: ([ops.matmul(norm(x, 1), vector(7, DIM))], []),
+        {"x": Spec((9, DIM), "float32")},
+        "norm_matmul",
+    ),
+    "norm_matmul of more rows behind a sum": (
+        lambda x: ([ops.quantized_matmul(norm(ops.residual_add(x, x), 1), matrix(48, DIM))], []),
+        {"x": Spec((9, DIM), "float32")},
+        "norm_matmul",
+    ),
     "norm_matmul for two": (
         lambda x: ([ops.matmul(y, vector(n, DIM)) for y in [norm(x, 1)] for n in (5, 6)], []),
         {"x": ROWS},

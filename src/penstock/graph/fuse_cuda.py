@@ -208,7 +208,7 @@ def _flat(x: Value) -> Value:
 # -- inside products of few rows, which wait for memory and have time to spare ---------------------------------------
 
 FEW = 8  # rows
-CHOOSING = 4  # rows up to which experts are chosen where their first products are made
+SOME = 256  # rows up to which a block has its router, and a product a norm that no sum comes before
 
 _PRODUCTS = (ops.quantized_matmul, ops.matmul)
 
@@ -251,8 +251,8 @@ def moe_norm_route(match: Match, node: Node) -> Candidates:
         yield _with_product(match, node)
 
 
-def _with_product(match: Match, node: Node) -> Any:
-    """A router with the product before it, and with the norm before that."""
+def _with_product(match: Match, node: Node, normed: bool = True) -> Any:
+    """A router with the product before it, and, if that is asked for, with the norm before that."""
     total = _biased(match, node["logits"]) if node.op is ops.moe_route else None
     logits = node["logits"] if total is None else total["a"]
     split = match.made_by(logits, ops.split_columns)
@@ -261,11 +261,11 @@ def _with_product(match: Match, node: Node) -> Any:
     product = match.made_by(logits if split is None else split["x"], *_PRODUCTS)
     if product is None or product.args.get("activations") == "int8":
         return None
-    norm = match.maker(product["x"], ops.rms_norm)
+    norm = match.maker(product["x"], ops.rms_norm) if normed else None
     if norm is not None and norm["weight"] is None:
         norm = None
     instead = [each for each in (norm, product, split, total, node) if each is not None]
-    normed = None if norm is None else match.needed(norm.out, instead)
+    kept = None if norm is None else match.needed(norm.out, instead)
     score = None if split is None else split.outs[1]
     how = {name: arg for name, arg in node.args.items() if name != "logits"}
     return match.call(
@@ -274,12 +274,12 @@ def _with_product(match: Match, node: Node) -> Any:
         norm_weight=None if norm is None else norm["weight"],
         w=product["w"],
         scores=0 if score is None else score.shape[-1],
-        write_normed=normed is not None,
+        write_normed=kept is not None,
         **({} if norm is None else {"eps": norm["eps"], "dtype": norm.out.dtype}),
         **({} if total is None else {"logit_bias": total["b"]}),
         **how,
         instead=instead,
-        makes=(normed, *node.outs, score),
+        makes=(kept, *node.outs, score),
     )
 
 
@@ -290,20 +290,22 @@ _EXPERTS = ("residual", "gate_w", "up_w", "down_w", "shared_gate_w", "shared_up_
 @rule(ops.moe_shared_forward, devices=CUDA)
 def moe_route_forward(match: Match, node: Node) -> Candidates:
     """moe_shared_forward(r, h, ids, w, …) of what moe_norm_route(x, …) would give → moe_route_forward(r, x, …), for
-    up to CHOOSING rows
+    up to SOME rows
 
-    Experts that may be absent keep their router: what brings them has to see its choice first.
+    Of more than FEW rows the norm stays in front, where it comes with the sum before it (`residual_norm`). Experts that
+    may be absent keep their router: what brings them has to see its choice first.
     """
-    plain = match.maker(node["ids"], ops.moe_route)
-    offer = _with_product(match, plain) if plain is not None and _few(node["x"], CHOOSING) else None
+    plain = match.maker(node["ids"], ops.moe_route) if _few(node["x"], SOME) else None
+    offer = None if plain is None else _with_product(match, plain, _few(node["x"]))
     if offer is None or offer.node["logit_bias"] is not None or node["slot_of"] is not None:
         return
     route = offer.node
     if node["activations"] != "float32" or node["norm_weight"] is not None or node["expert_out"] is not None:
         return
     normed, ids, weights, score = route.outs
+    rows = route["x"] if route["norm_weight"] is None else normed
     read = node["x"], node["weights"], node["shared_score"]
-    if normed is None or not all(map(same, (normed, weights, score), read)):
+    if rows is None or not all(map(same, (rows, weights, score), read)):
         return
     args = {name: route[name] for name in _ROUTING} | {name: node[name] for name in _EXPERTS}
     yield match.call(
@@ -320,15 +322,18 @@ def norm_matmul(match: Match, node: Node) -> Candidates:
     """rms_norm(x) @ w → norm_matmul(x, w),
     moe_shared_forward(h, rms_norm(x), …) → moe_shared_forward(h, x, …) with the norm inside
 
-    A norm with two readers stays: with it in both, a token of Qwen3.6-35B-A3B took 1.575 ms on an H200, not 1.545.
-    Rows that are rounded to int8 are normed and rounded once, in front. So are those to which a sum over ranks is
-    added: that takes a launch of its own, which has the norm, too (`residual_norm`).
+    Of more than FEW rows a norm behind a sum comes with that (`residual_norm`). A norm with two readers stays: with it
+    in both, a token of Qwen3.6-35B-A3B took 1.575 ms on an H200, not 1.545. Rows that are rounded to int8 are normed
+    and rounded once, in front. So are those to which a sum over ranks is added: that takes a launch of its own, which
+    has the norm, too (`residual_norm`).
     """
     norm = match.made_by(node["x"], ops.rms_norm)
-    if norm is None or norm["weight"] is None or not _few(norm["x"]) or node.args.get("activations") == "int8":
+    if norm is None or norm["weight"] is None or node.args.get("activations") == "int8":
         return
     total = match.maker(norm["x"], ops.residual_add)
     if total is not None and match.maker(total["b"], ops.all_reduce) is not None:
+        return
+    if not _few(norm["x"]) and (total is not None or not _few(norm["x"], SOME) or node.op is not ops.quantized_matmul):
         return
     if node.op in _PRODUCTS:
         rest = norm["eps"], node.args.get("activations", "float32"), node["dtype"], norm.out.dtype

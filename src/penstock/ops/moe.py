@@ -734,7 +734,7 @@ def moe_shared_forward(
 def _moe_route_forward(
     residual: Spec | None,
     x: Spec,
-    norm_weight: Spec,
+    norm_weight: Spec | None,
     w: Any,
     per_expert_scale: Spec | None,
     top_k: int,
@@ -752,11 +752,12 @@ def _moe_route_forward(
     fetch: Any,
     dtype: str | None,
 ) -> tuple[Spec, Spec, Spec]:
-    routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, True, fetch, dtype, None)
-    normed, ids, weights, score = _norm_route(x, norm_weight, w, *routing)
-    assert normed is not None
+    normed = norm_weight is not None
+    routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, normed, fetch, dtype, None)
+    rows, ids, weights, score = _norm_route(x, norm_weight, w, *routing)
+    rows = x if rows is None else rows
     experts = (gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w)
-    y = _moe_shared_forward(residual, normed, ids, weights, *experts, score, None, act, "float32", None, eps, None)
+    y = _moe_shared_forward(residual, rows, ids, weights, *experts, score, None, act, "float32", None, eps, None)
     E = w.shape[0] - scored
     if gate_w.shape[0] != E:
         raise ShapeError(f"gate_w has {gate_w.shape[0]} experts, expected {E} (rows of w that are experts')")
@@ -767,7 +768,7 @@ def _moe_route_forward(
 def moe_route_forward(
     residual: Array | None,
     x: Array,
-    norm_weight: Array,
+    norm_weight: Array | None,
     w: QuantizedTensor | Array,
     per_expert_scale: Array | None,
     top_k: int,
@@ -788,11 +789,14 @@ def moe_route_forward(
     """`moe_shared_forward` of the rows and experts that `moe_norm_route` gives: a whole MoE block with its router.
 
     h, ids, weights, score = moe_norm_route(x, norm_weight, w, …); y = moe_shared_forward(residual, h, ids, weights, …).
-    w [E, K], where scored [E + 1, K]: its last row makes the score of the shared expert, whose factor else is 1. All E
-    experts are in the stacks. → y [(T,) dim] as of `moe_shared_forward`, ids int32 and weights float32 [(T,) k].
+    norm_weight None: h is x. w [E, K], where scored [E + 1, K]: its last row makes the score of the shared expert,
+    whose factor else is 1. All E experts are in the stacks. → y [(T,) dim] as of `moe_shared_forward`, ids int32 and
+    weights float32 [(T,) k].
     """
-    routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, True, fetch, dtype)
+    normed = norm_weight is not None
+    routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, normed, fetch, dtype)
     h, ids, weights, score = moe_norm_route.body(x, norm_weight, w, *routing)
+    h = x if h is None else h
     experts = (gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w)
     return moe_shared_forward.body(residual, h, ids, weights, *experts, score, None, act), ids, weights
 

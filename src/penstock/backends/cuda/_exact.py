@@ -3,8 +3,8 @@
 A code or-ed into the mantissa of 2^bits is that number plus the code, exact in half precision as x is, and the sum of x
 over the group takes the number away again. Codes of a byte are two halves where the mantissa is too short for them.
 Weights go from shared memory to the tensor cores in the order in which their words hold them (`_gemm`: dot order); a
-small launch brings x into that order and adds up its groups. Scores of a router, which has few rows of codes, take
-codes in bytes less 128 and x as it is: a copy of x would take about as long as they do.
+small launch brings x into that order, normed if that is asked for, and adds up its groups. Scores of a router, which
+has few rows of codes, take codes in bytes less 128 and x as it is: a copy of x would take about as long as they do.
 """
 
 import functools
@@ -105,8 +105,10 @@ def _group_product(words, x, C: tl.constexpr):
     return made
 
 
-# sums      sums[t, g] = Σ_k x[t, k] over group g; ordered[t] = x[t] in dot order
-# shapes    x, ordered [T, K] in half precision; sums float32 [T, GP], 0 beyond the groups
+# sums      h = x, or x / sqrt(mean(x²) + eps) · norm in ordered's dtype; sums[t, g] = Σ_k h[t, k] over group g;
+#           ordered[t] = h[t] in dot order
+# shapes    x [T, K] in half precision, with a norm [K] of any float; ordered [T, K] in half precision; sums float32
+#           [T, GP], 0 beyond the groups
 # grid      (T,)
 # bytes     x in, ordered and sums out
 # limits    GS a multiple of 4 · VPW
@@ -114,8 +116,8 @@ def _group_product(words, x, C: tl.constexpr):
 # PDL: it does not let the next kernel start, whose programs would share the multiprocessors that are free so early.
 @triton.jit
 def _sums_kernel(
-    x_ptr, ordered_ptr, sums_ptr, K: tl.constexpr, GS: tl.constexpr, GP: tl.constexpr, VPW: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, norm_ptr, ordered_ptr, sums_ptr, eps, K: tl.constexpr, GS: tl.constexpr, GP: tl.constexpr,
+    VPW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -124,6 +126,10 @@ def _sums_kernel(
     at = g[:, None] * GS + tl.arange(0, GS)[None, :]
     live = (g < K // GS)[:, None]
     x = tl.load(x_ptr + t * K + at, mask=live, other=0.0)
+    if norm_ptr is not None:
+        x = x.to(tl.float32)
+        x *= tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / K + eps)
+        x = rounded(x * tl.load(norm_ptr + at, mask=live, other=0.0).to(tl.float32), ordered_ptr.dtype.element_ty)
     tl.store(sums_ptr + t * GP + g, tl.sum(x.to(tl.float32), axis=1))
     tl.store(ordered_ptr + t * K + at, dot_order(x, GP, GS, VPW), mask=live)
 
@@ -306,11 +312,14 @@ def _scores(x: torch.Tensor, w: Any, out: torch.Tensor) -> bool:
     )
 
 
-def exact_product(x: torch.Tensor, w: QuantizedTensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
-    """out [T, N] = residual + x [T, K] · wᵀ; out may be residual."""
+def exact_product(
+    x: torch.Tensor, w: QuantizedTensor, out: torch.Tensor, residual: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None, eps: float = 0.0, normed: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """out [T, N] = residual + x [T, K] · wᵀ; out may be residual. norm [K]: x is normed first, rounded to `normed`."""
     assert x.is_contiguous() and out.is_contiguous() and all(part.is_contiguous() for part in w.arrays)
     (T, K), N = x.shape, w.shape[0]
-    if residual is None and _scores(x, w, out):
+    if residual is None and norm is None and _scores(x, w, out):
         *_, BM, BN, warps, stages = SCORES
         a = _Scores(x, w.packed.view(torch.uint8), w.scales, w.biases, out)
         _scores_kernel[(triton.cdiv(T, BM) * triton.cdiv(N, BN),)](
@@ -325,9 +334,10 @@ def exact_product(x: torch.Tensor, w: QuantizedTensor, out: torch.Tensor, residu
         parts, each = 1, G
     kept = None if parts == 1 else torch.empty(tiles * parts * BN * BM, dtype=torch.float32, device=x.device)
     GP = triton.next_power_of_2(G)
-    ordered, sums = torch.empty_like(x), torch.empty(T, GP, dtype=torch.float32, device=x.device)
-    _sums_kernel[(T,)](x, ordered, sums, K, w.group_size, GP, units(w.bits), **pdl_options())
-    kind = TL_DTYPES[dot_dtype(x, x, x)]
+    ordered = torch.empty_like(x, dtype=x.dtype if norm is None else normed)
+    sums = torch.empty(T, GP, dtype=torch.float32, device=x.device)
+    _sums_kernel[(T,)](x, norm, ordered, sums, eps, K, w.group_size, GP, units(w.bits), **pdl_options())
+    kind = TL_DTYPES[dot_dtype(ordered, ordered, ordered)]
     C = _Constants(K, w.bits, w.group_size, GP, BM, BN, parts, each, groups, kind)
     a = _Arrays(ordered, sums, w.arrays, residual, out, kept, shared)
     _exact_kernel[(tiles * parts,)](a, T, N, C=compiled_for(C), num_warps=warps, num_stages=stages, **pdl_options())

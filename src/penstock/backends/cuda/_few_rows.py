@@ -58,8 +58,9 @@ from penstock.errors import BackendError
 from penstock.ops.op import deterministic
 from penstock.quant import GgufPlanes, GgufTensor, QuantizedTensor
 
-# Arrays of a launch. w, up, common, common_up: codes, scales and biases, each None where there are none.
-_Arrays = namedtuple("_Arrays", "w up common common_up x residual order tiles weights score y")
+# Arrays of a launch. w, up, common, common_up: codes, scales and biases, each None where there are none. counts: of
+# pairs in buckets (`routed` of `_routed`), None: order has them one slot after the other.
+_Arrays = namedtuple("_Arrays", "w up common common_up x residual order tiles weights score y counts", defaults=(None,))
 
 
 @triton.jit
@@ -92,13 +93,32 @@ def _either(this, other, choice):
     return this
 
 
+@triton.jit
+def _tile_count(a, NT, stack):
+    """How many tiles there are."""
+    at = a.tiles + 3 * NT
+    if a.counts is not None:
+        at = a.counts + stack + 2
+    return tl.load(at, cache_modifier=".cg")
+
+
+@triton.jit
+def _tile_places(a, tile, slot, NT, C: tl.constexpr):
+    """The first place of a tile in the order, and where it ends."""
+    start = tl.load(a.tiles + NT + tile, cache_modifier=".cg")
+    end = tl.load(a.tiles + 2 * NT + tile, cache_modifier=".cg")
+    if a.counts is not None:
+        end = tl.minimum(start + 8 * C.NT, end + tl.load(a.counts + slot, cache_modifier=".cg"))
+    return start, end
+
+
 # few       y[t] = residual[t] + W . x[t], with ACT act(W . x) * (U . x). GROUPED: for the pairs q of a tile
 #           y[q] = W[e] . x[q // pairs_per_x], times its weight if there are some; the expert of a tile is its slot,
 #           `stack` stands for the shared one; 0 for the pairs without an expert
 # shapes    w, up: codes, scales and biases of rows of one format, `matrix` rows for each expert; common, common_up: of
 #           the shared expert; x bfloat16 [.., K]; y, residual [.., N], may be one; order int32 [pairs]; tiles int32
-#           [3, NT], behind them their number, and where in the order the pairs without an expert begin; T: of tokens,
-#           GROUPED of pairs
+#           [3, NT], behind them their number, and where in the order the pairs without an expert begin; or order, tiles
+#           and counts of `routed`; T: of tokens, GROUPED of pairs
 # grid      (programs,): items of V * 16 * row tiles rows and 8 * NT tokens go round; not GROUPED: one for each program,
 #           those of the same rows side by side
 # bytes     the weights that are named, once for each tile; x and y from L2
@@ -121,19 +141,21 @@ def _few_kernel(
             gdc_wait()
         else:
             wait_if(wait_first)
-    if C.GROUPED:
-        items = tl.load(a.tiles + 3 * NT, cache_modifier=".cg") * across
+    slot = 0
+    if C.GROUPED:  # the first slot is on its way before it is known whether there is one
+        slot = tl.load(a.tiles + tl.minimum(tl.program_id(0) // across, NT - 1), cache_modifier=".cg")
+        items = _tile_count(a, NT, stack) * across
     else:
         items = across * tl.cdiv(T, 8 * C.NT)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         if C.GROUPED:
             tile, first = item // across, item % across * (16 * OUT * C.V)
-            slot = tl.load(a.tiles + tile, cache_modifier=".cg")
-            start = tl.load(a.tiles + NT + tile, cache_modifier=".cg")
-            end = tl.load(a.tiles + 2 * NT + tile, cache_modifier=".cg")
+            if item >= tl.num_programs(0):
+                slot = tl.load(a.tiles + tile, cache_modifier=".cg")
+            start, end = _tile_places(a, tile, slot, NT, C)
         else:
             passes = tl.cdiv(T, 8 * C.NT)
-            first, start, end, slot = item // passes * (16 * OUT * C.V), item % passes * (8 * C.NT), T, 0
+            first, start, end = item // passes * (16 * OUT * C.V), item % passes * (8 * C.NT), T
         row = (first + v * (16 * OUT) + r).to(tl.int64)
         back = ()
         if not C.EVEN:
@@ -191,12 +213,17 @@ def _few_kernel(
             place = start + i // 4 % C.NT * 8 + lane % 4 * 2 + i % 2
             _store(a, y, n, _end(a, place, end, C), N, C)
     if C.GROUPED:
-        _clear(a, tl.load(a.tiles + 3 * NT + 1, cache_modifier=".cg"), T, N, C)
+        _clear(a, T, NT, stack, N, C)
 
 
 @triton.jit
-def _clear(a, first, pairs, N, C: tl.constexpr):
-    """y = 0 of the pairs at places first … pairs - 1, which have no expert; a program has some of them."""
+def _clear(a, pairs, NT, stack, N, C: tl.constexpr):
+    """y = 0 of the pairs without an expert, which are the last of the order; a program has some of them."""
+    if a.counts is None:
+        first = tl.load(a.tiles + 3 * NT + 1, cache_modifier=".cg")
+    else:
+        first = (stack + 1) * (pairs // C.SHARED_EVERY)
+        pairs = first + tl.load(a.counts + stack + 1, cache_modifier=".cg")
     n = tl.arange(0, warps(C))
     for place in range(first + tl.program_id(0), pairs, tl.num_programs(0)):
         to = a.y + tl.load(a.order + place, cache_modifier=".cg").to(tl.int64) * N
@@ -298,13 +325,22 @@ def _tiles_kernel(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Pairs by expert: see `tiles`. rows: pairs of a tile at most; every: pairs of a token."""
+    """Pairs by expert: see `tiles`, with counts `routed` of `_routed`. rows: pairs of a tile at most; every: pairs of a
+    token.
+    """
 
     order: torch.Tensor
     tiles: torch.Tensor
+    pairs: int
     rows: int
     every: int
     shared: bool
+    counts: torch.Tensor | None = None
+
+    @property
+    def most(self) -> int:
+        """Tiles that there is room for."""
+        return (self.tiles.numel() - 2) // 3
 
 
 class Launch(NamedTuple):
@@ -444,7 +480,7 @@ def expert_tiles(ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None, ex
         ids, slot_of, made, made[P:], count, P, slots, 0 if slot_of is None else slot_of.numel(), NT, every, shared, BM,
         block, block >= P, num_warps=max(1, block // 256), **pdl_options(),
     )  # fmt: skip
-    return Tiles(made[:P], made[P:], BM, every, shared)
+    return Tiles(made[:P], made[P:], P, BM, every, shared)
 
 
 @functools.cache
@@ -473,8 +509,8 @@ def expert_products(
     ups, *shared = (NO_WEIGHT if one is None else one.arrays for one in (up, common, common_up))
     if act is not None and up is None:
         ups = tuple(part[:, N:] for part in w.arrays)
-    a = _Arrays(w.arrays, ups, *shared, x, None, tiles.order, tiles.tiles, weights, score, out)
-    P, NT = tiles.order.numel(), (tiles.tiles.numel() - 2) // 3
+    a = _Arrays(w.arrays, ups, *shared, x, None, tiles.order, tiles.tiles, weights, score, out, tiles.counts)
+    P, NT = tiles.pairs, tiles.most
     across = triton.cdiv(N, _rows(how, act))
     programs = 2 if INTERPRETED else FEW_PROGRAMS * multiprocessors(x)
     _few_kernel[(min(NT * across, programs),)](

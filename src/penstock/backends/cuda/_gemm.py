@@ -445,10 +445,10 @@ def plainly(dtype: torch.dtype, bits: int, is_ordered: bool) -> bool:
 
 
 def stages_for(stages: int, bits: int, shared: int) -> int:
-    """Stages of tiles of codes: those that cross words need shared memory for their unpacking beside them, up to 40 KB,
-    and blocks of 99 KB have room for one stage less.
+    """Stages of tiles: blocks of 99 KB have room for one less of codes that cross words, which need up to 40 KB for
+    their unpacking beside them, and of dense weights of 16 bits, whose 128 rows and columns take 32 KB.
     """
-    return stages - 1 if bits in (3, 5, 6) and shared < 163 else stages
+    return stages - 1 if (bits in (3, 5, 6) or (bits == 0 and stages > 2)) and shared < 163 else stages
 
 
 def blocks_config(wide: bool) -> tuple[int, int, int, int]:

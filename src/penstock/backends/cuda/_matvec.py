@@ -321,7 +321,7 @@ def config(
     short = block_codes(bits, gs, tokens) if is_blocks(bits) else 0
     whole = -(-blocks * short // 512) if short else blocks  # blocks of 512 codes
     found = None
-    several = pairs > 1 or (not short and whole == busy and slots == 1 and tiles >= _tuning.MATVEC_LONG[0])
+    several = pairs > 1 or (whole == busy and slots == 1 and tiles >= _tuning.MATVEC_LONG[0])
     if tokens == 1 and (narrow or (short and not wide)) and not normed and (several if whole <= busy else slots == 1):
         found = _long_rows(rows, whole, tiles, gated, pairs * slots == 1)
     if tokens == 1 and (bits == 8 or (is_float(bits) and gs == 32 and code_bits(bits) == 4)) and not (wide or normed):

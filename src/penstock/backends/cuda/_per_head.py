@@ -10,6 +10,7 @@ import triton.language as tl
 
 from penstock.backends.cuda._attend_tile import dot
 from penstock.backends.cuda._blocks import block_tile, is_blocks
+from penstock.backends.cuda._codes import is_stream
 from penstock.backends.cuda._floats import groups_of, is_float, kernel_arrays, kind_of
 from penstock.backends.cuda._floats import width as bits_of
 from penstock.backends.cuda._gemm import dense_copy, in_full
@@ -231,10 +232,13 @@ def per_head(
     few = T <= 16 and not deterministic()
     exact = x.dtype is torch.float32
     MT, BN, BK, warps = (16, 32, 32, 4) if exact else _few_tile(K, turned) if few else (128, 128, 64, 8)
+    # Words and scales are loaded once for each code of 3, 5 or 6 bits or of floats: three stages take 131 to 320 KB.
+    stages = 1 if is_stream(bits) or is_float(bits) else 3
     grid = (triton.cdiv(T, MT) * triton.cdiv(N, BN) * H,)
     _per_head_kernel[grid](
         x, *arrays, y, count, T, H, K, N, rows_per_head, first, w.shape[-1],
-        BITS=bits, GS=group, SHARED=shared, TURNED=turned, MT=MT, BN=BN, BK=BK, num_warps=warps, **pdl_options(),
+        BITS=bits, GS=group, SHARED=shared, TURNED=turned, MT=MT, BN=BN, BK=BK, num_warps=warps, num_stages=stages,
+        **pdl_options(),
     )  # fmt: skip
 
 

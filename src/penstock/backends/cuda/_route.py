@@ -126,7 +126,9 @@ def _all_finite(keys):
 
 @triton.jit
 def _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A row that is not sound gets the first expert, with weights of 0 or NaN; one that is not active gets -1 and 0."""
+    """A row that is not sound gets the first expert, with weights of 0 or NaN; one that is not active gets -1 and 0.
+    Returns the ids that it has then.
+    """
     place = tl.arange(0, BLOCK_K)
     at = row * k + place
     nothing = float("nan") if NAN else 0.0
@@ -138,6 +140,23 @@ def _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN: t
         weights = tl.where(active, weights, 0.0)
     tl.store(ids_ptr + at, ids, mask=place < k)
     tl.store(weights_ptr + at, weights, mask=place < k)
+    return ids
+
+
+@triton.jit
+def route_row(
+    logits, row, scale_ptr, active_ptr, ids_ptr, weights_ptr, E, k,
+    NAN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`route` of a row of logits: writes ids and weights, and returns the ids."""
+    index = tl.arange(0, BLOCK_E)
+    live = index < E
+    keys = tl.where(live, _key(tl.load(logits + index, mask=live, other=0.0)), _NONE)
+    top = tl.max(keys)
+    ids, found = _best(keys, index, k, BLOCK_K)
+    weights = _softmax_of(ids, found, top, scale_ptr, tl.arange(0, BLOCK_K) < k)
+    sound = _all_finite(keys) if NAN else _sound(top)
+    return _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN, BLOCK_K)
 
 
 # route     ids of the k largest logits, w = exp(l - max) / sum over the chosen * scale: the sum over all cancels
@@ -153,14 +172,9 @@ def _route_kernel(
 ):  # fmt: skip
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK_E)
-    live = index < E
-    keys = tl.where(live, _key(tl.load(logits_ptr + row * E + index, mask=live, other=0.0)), _NONE)
-    top = tl.max(keys)
-    ids, found = _best(keys, index, k, BLOCK_K)
-    weights = _softmax_of(ids, found, top, scale_ptr, tl.arange(0, BLOCK_K) < k)
-    sound = _all_finite(keys) if NAN else _sound(top)
-    _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN, BLOCK_K)
+    route_row(
+        logits_ptr + row * E, row, scale_ptr, active_ptr, ids_ptr, weights_ptr, E, k, NAN, BLOCK_E, BLOCK_K
+    )  # fmt: skip
 
 
 # slots     experts 0 ... k - 1 in slots, each later one into the slot of the smallest if it is larger; softmax weights

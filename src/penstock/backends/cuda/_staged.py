@@ -18,7 +18,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._few_rows import Tiles, _Arrays, _clear, _either, _end, _store
+from penstock.backends.cuda._few_rows import (
+    Tiles,
+    _Arrays,
+    _clear,
+    _either,
+    _end,
+    _store,
+    _tile_count,
+    _tile_places,
+)
 from penstock.backends.cuda._lanes import (
     MAGIC,
     Constants,
@@ -335,7 +344,7 @@ def _staged_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    items = tl.load(a.tiles + 3 * NT, cache_modifier=".cg") * across
+    items = _tile_count(a, NT, stack) * across
     begin = (items.to(tl.int64) * tl.program_id(0) // tl.num_programs(0)).to(tl.int32)
     after = (items.to(tl.int64) * (tl.program_id(0) + 1) // tl.num_programs(0)).to(tl.int32)
     if begin < after:
@@ -348,8 +357,8 @@ def _staged_kernel(
     while item < after:
         tile = item // across
         last = tl.minimum(after, (tile + 1) * across)
-        start = tl.load(a.tiles + NT + tile, cache_modifier=".cg")
-        end = tl.load(a.tiles + 2 * NT + tile, cache_modifier=".cg")
+        slot = tl.load(a.tiles + tile, cache_modifier=".cg")
+        start, end = _tile_places(a, tile, slot, NT, C)
         xs, sums = _x_of(a, start, end, pairs_per_x, lanes, C)
         ends = ()
         if C.S == 1:
@@ -396,7 +405,7 @@ def _staged_kernel(
                 for i in tl.static_range(4 // C.S):
                     _store(a, total[i], first + _place(thread % 16), ends[i], N, C)
         item = last
-    _clear(a, tl.load(a.tiles + 3 * NT + 1, cache_modifier=".cg"), P, N, C)
+    _clear(a, P, NT, stack, N, C)
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -423,7 +432,7 @@ def _shape(N: int, K: int, bits: int, gs: int, gated: bool) -> tuple[int, int, R
 def stages(x: torch.Tensor, N: int, tiles: Tiles, act: str | None, *weights: QuantizedTensor | None) -> bool:
     """Whether `staged_products` takes these products, which lanes can take, and takes less time for them."""
     there = [w for w in weights if w is not None]
-    if tiles.rows != 8 or tiles.order.numel() < STAGED_TOKENS * tiles.every or capability(x) < (9, 0):
+    if tiles.rows != 8 or tiles.pairs < STAGED_TOKENS * tiles.every or capability(x) < (9, 0):
         return False
     if any(isinstance(w, GgufTensor) for w in there):
         return False
@@ -448,8 +457,8 @@ def staged_products(
     ups, *shared = (NO_WEIGHT if one is None else one.arrays for one in (up, common, common_up))
     if act is not None and up is None:
         ups = tuple(part[:, N:] for part in w.arrays)
-    a = _Arrays(w.arrays, ups, *shared, x, None, tiles.order, tiles.tiles, weights, score, out)
-    P, NT = tiles.order.numel(), (tiles.tiles.numel() - 2) // 3
+    a = _Arrays(w.arrays, ups, *shared, x, None, tiles.order, tiles.tiles, weights, score, out, tiles.counts)
+    P, NT = tiles.pairs, tiles.most
     programs = 3 if INTERPRETED else STAGED_PROGRAMS * multiprocessors(x)
     _staged_kernel[(min(NT * (N // R.ROWS), programs),)](
         a, MAGIC[w.bits], P, w.shape[-2], NT, w.shape[0], pairs_per_x, C=compiled_for(C), R=compiled_for(R),

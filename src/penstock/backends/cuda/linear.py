@@ -19,7 +19,7 @@ from penstock.backends.cuda._launch import flat_rows
 from penstock.backends.cuda._matvec import matvec, same_codes
 from penstock.backends.cuda._matvec_experts import expert_rows
 from penstock.backends.cuda._quant import code_at, dequantized, float_weights
-from penstock.backends.cuda._tuning import FEW_EXACT, FEW_MOST, FEW_NARROW, MATVEC_EXACT, MATVEC_TOKENS
+from penstock.backends.cuda._tuning import FEW_EXACT, FEW_MOST, FEW_NARROW, MATVEC_EXACT, MATVEC_TOKENS, SCORES
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
@@ -202,6 +202,11 @@ def norm_matmul(x, norm_weight, w, eps, activations, dtype, normed, *, out, vari
         matvec(rows, w, flat_rows(out), norm=norm_weight, eps=eps, normed=kind)
         return
     ready = torch.empty(rows.shape, dtype=kind, device=rows.device)
+    y, plain = flat_rows(out), variant is None and not _rounds(activations, w) and not deterministic()
+    exact = y.dtype is torch.float32 and kind is not torch.float32
+    if plain and len(rows) < SCORES[0] and takes_exactly(ready, w, y, exact):
+        exact_product(rows, w, y, None, norm_weight, eps, kind)
+        return
     rms_norm(rows, norm_weight, eps, out=ready)
     product(round_activations(ready, w.group_size) if _rounds(activations, w) else ready, w, out, variant)
 

@@ -30,6 +30,7 @@ from penstock.backends.cuda._matvec_experts import (
     mixed_gate_up,
 )
 from penstock.backends.cuda._route import Routing, router
+from penstock.backends.cuda._routed import MOST_EXPERTS, routed_tiles
 from penstock.backends.cuda._router import moe_norm_route, router_logits
 from penstock.backends.cuda._rows import adds, rounded
 from penstock.backends.cuda._staged import staged_products, stages
@@ -154,19 +155,17 @@ def expert_mlp(expert_out, x, ids, gate_w, up_w, down_w, slot_of, act, activatio
 
 
 def _lanes_mlp(
-    x, ids, gate_w, up_w, down_w, slot_of, act, common=(None, None, None), weights=None, score=None
+    x, k, tiles, gate_w, up_w, down_w, act, common=(None, None, None), weights=None, score=None
 ) -> torch.Tensor:  # fmt: skip
     """float32 [T, k, dim] = down · (act(gate · x) · (up · x)) for each pair, times weights; 0 for an absent expert.
     With a common expert k + 1, the last of them its own, times the sigmoid of score.
     """
-    (T, k), shared = ids.shape, common[0] is not None
-    tiles = expert_tiles(ids, gate_w.shape[0], slot_of, _count(gate_w, slot_of), shared)
-    h = torch.empty((T, k + shared, down_w.shape[-1]), dtype=x.dtype, device=x.device)
-    both = (gate_w, up_w, *common[:2])
-    products = staged_products if stages(x, h.shape[-1], tiles, act, *both) else expert_products
-    products(x, gate_w, up_w, tiles, k + shared, act, h, common[0], common[1])
-    each = torch.empty((T, k + shared, down_w.shape[-2]), dtype=torch.float32, device=x.device)
-    products = staged_products if stages(h, each.shape[-1], tiles, None, down_w, common[2]) else expert_products
+    T, every, (dim, width) = len(x), k + tiles.shared, down_w.shape[-2:]
+    h = torch.empty((T, every, width), dtype=x.dtype, device=x.device)
+    each = torch.empty((T, every, dim), dtype=torch.float32, device=x.device)
+    products = staged_products if stages(x, width, tiles, act, gate_w, up_w, *common[:2]) else expert_products
+    products(x, gate_w, up_w, tiles, every, act, h, common[0], common[1])
+    products = staged_products if stages(h, dim, tiles, None, down_w, common[2]) else expert_products
     products(h, down_w, None, tiles, 1, None, each, common[2], None, weights, score)
     return each
 
@@ -181,7 +180,8 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
         raise BackendError(f"{name}: activations is {activations!r}, expected 'float32' for variant 'lanes' on cuda")
     stacks, count = [w for w in (gate_w, up_w, down_w) if w is not None], _count(gate_w, slot_of)
     if expert_out is None and activations == "float32" and _by_lanes(variant, x, stacks, ids, count):
-        each = _lanes_mlp(x, ids, gate_w, up_w, down_w, slot_of, act)
+        tiles = expert_tiles(ids, gate_w.shape[0], slot_of, count, False)
+        each = _lanes_mlp(x, ids.shape[1], tiles, gate_w, up_w, down_w, act)
         sum_of_chosen(each, weights, ids, slot_of, y)
         return
     if expert_out is None and _by_rows(variant, *ids.shape, _count(gate_w, slot_of)):
@@ -315,18 +315,23 @@ def expert_room(pairs: tuple[int, int], experts: int, x: torch.Tensor, block: bo
 #           without scores shared is added as it is; slots of ids below 0, and other ranks' experts, add nothing
 # shapes    h, shared (each or None), out [T, dim], experts [T, k, dim] of any float; weights float32 [T, k], None: 1;
 #           scores [T] of any float; ids int32 [T, k] or None: all add, slot_of int32 [known] or None: none is another
-#           rank's; out may be h, shared or the experts if k = 1
+#           rank's; out may be h, shared or the experts if k = 1; counts int32 [ended] or None: set to 0
 # grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a token
 # bytes     (k + 3) * T * dim * itemsize, each once
 # limits    none
-@triton.jit(do_not_specialize=["known"])
+@triton.jit(do_not_specialize=["known", "ended"])
 def _combine_kernel(
-    h_ptr, experts_ptr, weights_ptr, ids_ptr, slot_of_ptr, shared_ptr, scores_ptr, out_ptr, known, dim,
-    K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, experts_ptr, weights_ptr, ids_ptr, slot_of_ptr, shared_ptr, scores_ptr, out_ptr, counts_ptr, known, ended,
+    dim, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if counts_ptr is not None:  # noqa: SIM102
+        if row == 0:
+            for start in range(tl.program_id(1) * BLOCK, ended, tl.num_programs(1) * BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                tl.store(counts_ptr + at, tl.zeros([BLOCK], tl.int32), mask=at < ended)
     live = column < dim
     total = tl.zeros([BLOCK], tl.float32)
     if h_ptr is not None:
@@ -346,13 +351,13 @@ def _combine_kernel(
     tl.store(out_ptr + row * dim + column, rounded(total, out_ptr.dtype.element_ty), mask=live)
 
 
-def _combine(h, experts, weights, shared, scores, out: torch.Tensor, ids=None, slot_of=None) -> None:
+def _combine(h, experts, weights, shared, scores, out: torch.Tensor, ids=None, slot_of=None, counts=None) -> None:
     """Launch `combine`: experts [T, k, dim], out [T, dim]."""
     T, dim = out.shape
     block = min(1024, triton.next_power_of_2(dim))
-    known = 0 if slot_of is None else slot_of.numel()
+    known, ended = (0 if each is None else each.numel() for each in (slot_of, counts))
     _combine_kernel[(T, triton.cdiv(dim, block))](
-        h, experts, weights, ids, slot_of, shared, scores, out, known, dim,
+        h, experts, weights, ids, slot_of, shared, scores, out, counts, known, ended, dim,
         K=experts.shape[1], BLOCK=block, num_warps=max(1, block // 256), **pdl_options(),
     )  # fmt: skip
 
@@ -435,7 +440,8 @@ def moe_shared_forward(
             x, before = torch.empty_like(x), x
             rms_norm(before, norm_weight, eps, out=x)
         common, scores = (own, own_up, shared_down_w), None if shared_score is None else shared_score.view(T)
-        each = _lanes_mlp(x, ids, gate_w, up_w, down_w, slot_of, act, common, weights, scores)
+        tiles = expert_tiles(ids, gate_w.shape[0], slot_of, count, True)
+        each = _lanes_mlp(x, k, tiles, gate_w, up_w, down_w, act, common, weights, scores)
         _combine(residual, each, None, None, None, y)
         return
     joint = (
@@ -487,22 +493,34 @@ def moe_route_forward(
     residual, x, norm_weight, w, per_expert_scale, top_k, gate_w, up_w, down_w, shared_gate_w, shared_up_w,
     shared_down_w, scored, eps, propagate_nan, active, act, fetch, dtype, *, out,
 ):  # fmt: skip
-    """Three launches for few tokens: norm and logits; gate and up, which choose; down, weights, sum and residual."""
+    """Three launches for few tokens: norm and logits; gate and up, which choose; down, weights, sum and residual. For
+    more the norm, if there is one, the logits, the choice with tiles of pairs, gate and up, down, and the sum.
+    """
     y, ids, weights = out
     if y.numel() == 0:
         return
     E = w.shape[0] - scored
-    normed = torch.empty_like(x, dtype=x.dtype if dtype is None else getattr(torch, dtype))
-    score = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if scored else None
     own, own_up = _halves(shared_gate_w) if shared_up_w is None else (shared_gate_w, shared_up_w)
     experts = [each for each in (gate_w, up_w, down_w) if each is not None]
+    normed = x
+    if norm_weight is not None:
+        normed = torch.empty_like(x, dtype=x.dtype if dtype is None else getattr(torch, dtype))
+    T, joins = ids.numel() // top_k, not deterministic() and _joins(experts, [own, own_up, shared_down_w])
+    joint = joins and min(MOE_CHOOSES, passes_over(normed.dtype, w)) >= T and _by_rows(None, T, top_k, E)
+    common, before = (own, own_up, shared_down_w), None if residual is None else flat_rows(residual)
+    lanes = joins and not joint and E <= MOST_EXPERTS and takes(normed, *common)
+    if lanes and _by_lanes(None, normed, experts, ids.view(T, top_k), E):
+        if norm_weight is not None:
+            rms_norm(x, norm_weight, eps, out=normed)
+        rows, routing = flat_rows(normed), (per_expert_scale, top_k, propagate_nan, active)
+        _routed_lanes(before, rows, w, scored, routing, (gate_w, up_w, down_w), common, act, ids, weights, y)
+        return
+    score = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if scored else None
     chooses = router(E, top_k, 0, 0, -1.0, propagate_nan)
-    T = ids.numel() // top_k
-    joint = min(MOE_CHOOSES, passes_over(normed.dtype, w)) >= T and _by_rows(None, T, top_k, E)
-    joint = joint and _joins(experts, [own, own_up, shared_down_w])
-    if chooses is None or not joint or deterministic():
-        routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, True, fetch, dtype, None)
-        moe_norm_route(x, norm_weight, w, *routing, out=(normed, ids, weights, score))
+    if chooses is None or not joint:
+        has_norm = norm_weight is not None
+        routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, has_norm, fetch, dtype, None)
+        moe_norm_route(x, norm_weight, w, *routing, out=(normed if has_norm else None, ids, weights, score))
         moe_shared_forward(
             residual, normed, ids, weights, gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w, score,
             None, act, "float32", None, eps, None, out=y, variant=None,
@@ -513,9 +531,24 @@ def moe_route_forward(
     routing = Routing(per_expert_scale, active, ids, weights, 1.0)
     chosen_gate_up(rows, gate_w, up_w, own, own_up, logits, routing, chooses, act, h)
     score = None if score is None else score.view(T)
-    before = None if residual is None else flat_rows(residual)
     down = (h, down_w, shared_down_w, flat_rows(ids), flat_rows(weights), score, None)
     mixed_down_sum(*down, before, flat_rows(y))
+
+
+def _routed_lanes(residual, x, w, scored: bool, routing, experts, common, act: str, ids, weights, y) -> None:
+    """What `moe_route_forward` makes of normed rows x [T, K], by lanes."""
+    (scale, k, nan, active), T = routing, len(x)
+    logits = torch.empty((T, w.shape[0]), dtype=torch.float32, device=x.device)
+    score = torch.empty(T, dtype=torch.float32, device=x.device) if scored else None
+    product(x, w, logits, None)
+    tiles = routed_tiles(logits, scale, k, nan, active, ids, weights, score)
+    try:
+        each = _lanes_mlp(x, k, tiles, *experts, act, common, flat_rows(weights), score)
+        _combine(residual, each, None, None, None, flat_rows(y), counts=tiles.counts)
+    except BaseException:
+        if tiles.counts is not None:  # the next launch expects none
+            tiles.counts.zero_()
+        raise
 
 
 # accumulate total[token_idx[b]] += bucket[b] * weights[b], all rows of a token in order, rounded once for each token
