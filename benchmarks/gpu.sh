@@ -15,7 +15,7 @@ shards=${SHARDS:-12}
 parts=${PARTS:-tests sanitizer bench}
 logs=$(mktemp -d)
 mkdir -p "$out"
-export PYTHONPATH=src:. PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=src:.${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
 unset TRITON_INTERPRET
 failed=0
 "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null || { echo "gpu.sh: torch finds no GPU here"; exit 1; }

@@ -1,4 +1,4 @@
-"""Times whole decode steps of 2 to 8 rows on a GPU with other launches than those in use, in replays that take turns.
+"""Times whole decode steps of 2 rows and more on a GPU with other launches than those in use, in replays in turn.
 
     python benchmarks/gpu_fewrows.py [--rows 2 4 8] [--ways TEXT ...] [--layers 8] [--depth 100] [--rounds 5]
                                      [--processes 14] [--json FILE]
@@ -23,7 +23,7 @@ from gpu_common import compile_ahead
 from gpu_evidence import evidence
 from gpu_onerow import Step, Way, loaded, measured, opened
 
-from penstock.backends.cuda import _chosen, _matvec, _router, _shared_down, _staged, _tuning, linear, moe
+from penstock.backends.cuda import _chosen, _few_rows, _matvec, _router, _shared_down, _staged, _tuning, linear, moe
 from penstock.backends.cuda._matvec import Config
 
 SHORT = 4  # layers of a model that has every kind of layer, for compiling
@@ -83,12 +83,24 @@ def lanes_from(tokens: int) -> tuple[Patch, ...]:
     return chooses(min(moe.MOE_CHOOSES, tokens - 1)), (moe, "FEW_EXPERTS", (tokens, *moe.FEW_EXPERTS[1:]))
 
 
+def lanes_of(kind: str, *sizes: Any) -> tuple[Patch, ...]:
+    """Experts by lanes in tiles of 8 pairs with so many tiles of rows, warps across and groups, x ahead or not."""
+    own = _few_rows.FEW_GROUPS | {(kind, 8): _tuning.FewGroups(*sizes)}
+    return (_few_rows, "FEW_GROUPS", own), (_few_rows, "_expert_launch", _few_rows._expert_launch.__wrapped__)
+
+
 MOE, COLUMNS = "moe_route_forward", "columns_in_place"
 PROJECTION, OUTPUT, HEAD = 12352, 2048, 248320  # rows of weights of Qwen3.6-35B-A3B
 
+LANES = (
+    ("gate_up", 2, 4, 4, False), ("gate_up", 2, 4, 4, True), ("gate_up", 2, 8, 4, False), ("gate_up", 4, 2, 4, False),
+    ("gate_up", 2, 2, 4, False), ("gate_up", 4, 4, 2, True), ("down", 1, 4, 2, False), ("down", 2, 2, 2, False),
+    ("down", 2, 4, 4, False), ("down", 2, 4, 2, True), ("down", 4, 4, 2, False), ("down", 1, 8, 4, False),
+)  # fmt: skip
+
 
 def ways(rows: int) -> dict[str, tuple[Way, tuple[str, ...]]]:
-    """By name, with the ops whose launches are others than those of the first two; none named: all."""
+    """By name, with the ops whose launches are others than those of the first two; none named: all. So many rows."""
     made: dict[str, tuple[Way, tuple[str, ...]]] = {
         "norm, router and choice apart, down by the matvec, columns copied": (Way((MOE, COLUMNS), (APART,)), ()),
         "as it is": (Way(), ()),
@@ -113,12 +125,20 @@ def ways(rows: int) -> dict[str, tuple[Way, tuple[str, ...]]]:
         add("head by the matvec", *by_matvec(HEAD), ops=("norm_matmul",))
         add("head by the matvec, 2 warps", *by_matvec(HEAD, sizes=(16, 2, 2)), ops=("norm_matmul",))
     else:
-        add("norm, router and choice of two launches each", (_tuning, "ROUTER_FUSED", 4))
-        for sizes in ((16, 16, 1), (16, 16, 2), (16, 8, 4)):
-            add("router {} rows by {} warps of {} blocks".format(*sizes), router(*sizes))
-        add("gate and up choose", chooses(8))
-        add("gate and up choose, 8 rows by 1 warp of 2 blocks", chooses(8), gate_up(8, 1, 2))
-        add("experts through shared memory", (_staged, "STAGED_TOKENS", 8))
+        made["router and choice apart"] = Way((MOE,)), ()
+        if rows < moe.FEW_EXPERTS[0]:
+            add(f"experts by lanes from {rows} on", *lanes_from(rows))
+        if rows <= 8:
+            add("norm and router in one launch", (_tuning, "ROUTER_FUSED", 8))
+            for sizes in ((16, 16, 1), (16, 16, 2), (16, 8, 4)):
+                add("router {} rows by {} warps of {} blocks".format(*sizes), router(*sizes))
+            add("gate and up choose", chooses(8))
+            add("gate and up choose, 8 rows by 1 warp of 2 blocks", chooses(8), gate_up(8, 1, 2))
+            add("experts through shared memory", (_staged, "STAGED_TOKENS", 8))
+        if moe.FEW_EXPERTS[0] <= rows < _staged.STAGED_TOKENS:
+            for kind, *sizes in LANES:
+                name = "{} by lanes, {} tiles, {} warps, {} groups, x ahead {}".format(kind, *sizes)
+                add(name, *lanes_of(kind, *sizes))
     return made
 
 
@@ -138,21 +158,21 @@ def calls_by_kind(step: Step, way: Way) -> Iterator[tuple[str, int]]:
 
 
 @functools.cache
-def _short(model: str, depth: int, rows: int) -> Step:
-    engine = _short_engine(model, depth)
-    return Step(engine[0], engine[1][:rows])
+def _short(model: str, depth: int, rows: int, most: int) -> Step:
+    engine, runs = _short_engine(model, depth, most)
+    return Step(engine, runs[:rows])
 
 
 @functools.cache
-def _short_engine(model: str, depth: int) -> tuple[Any, Any]:
+def _short_engine(model: str, depth: int, most: int) -> tuple[Any, Any]:
     engine = loaded(model, SHORT, depth)
-    return engine, opened(engine, depth, 8)
+    return engine, opened(engine, depth, most)
 
 
-def compile_call(model: str, depth: int, rows: int, name: str, place: int) -> None:
-    """Run one call of a way, whatever is in its arrays."""
+def compile_call(model: str, depth: int, most: int, rows: int, name: str, place: int) -> None:
+    """Run one call of a way of so many rows, of `most`, whatever is in its arrays."""
     way, _ = ways(rows)[name]
-    step = _short(model, depth, rows)
+    step = _short(model, depth, rows, most)
     with step.device.running(deterministic=False), way.taken():
         bound, _ = step.bound(way.without)
         bound.calls[place]()
@@ -182,7 +202,7 @@ def main() -> None:
         for name, (way, ops) in taken[rows].items():
             for op, place in calls_by_kind(steps[rows], way):
                 if not ops or op in ops:
-                    calls[args.model, args.depth, rows, name, place] = (bool(ops), op != MOE)
+                    calls[args.model, args.depth, max(args.rows), rows, name, place] = (bool(ops), op != MOE)
     print(f"loaded after {time.perf_counter() - start:.0f} s; {len(calls)} calls to compile", flush=True)
     compile_ahead(compile_call, sorted(calls, key=calls.__getitem__), args.processes)  # what all ways have comes first
     print(f"compiled after {time.perf_counter() - start:.0f} s", flush=True)
