@@ -62,11 +62,32 @@ def test_block_with_its_router_matches_definition(T, E, k, N, K, normed, scored,
     assert made_tiles[2].counts is None
 
 
+@pytest.mark.parametrize("nan", [False, True])
+def test_rows_that_choose_nothing_leave_the_others_as_they_are(nan, made_tiles, rng):
+    """Most of them are not numbers, and all others choose one expert beside the first."""
+    T = 17
+    call = halves(rng, T, 33, 4, 64, 128, group_size=64) | {"propagate_nan": nan}
+    call["active"] = np.where(np.arange(T) == 5, -1, 0).astype(np.int32)
+    odd = np.arange(T) % 3 != 0
+    call["x"][odd, 7] = np.nan
+    call["x"][~odd, 0], call["norm_weight"][0] = 60, 1
+    call["w"] = normal(rng, 34, 128, dtype="bfloat16", scale=0.1)
+    call["w"][1, 0] = 2
+    got, want = run(ops.moe_route_forward, **call), reference(ops.moe_route_forward, **call)
+    assert_same_bits("ids", got[1], want[1])
+    assert (want[1][~odd] == 1).any(axis=1).all() and made_tiles[0].counts is not None
+    assert_same_bits("rows of NaN", np.isnan(got[0]), np.isnan(want[0]))
+    nearly(got[0][~odd], want[0][~odd])
+
+
 @pytest.mark.parametrize("all_alike", [True, False])
 def test_tiles_hold_each_pair_once(all_alike, rng):
-    """Of experts that all tokens choose several tiles; pairs without an expert behind all others."""
+    """Of experts that all tokens choose several tiles; pairs without an expert behind all others, as are those of a row
+    that is not a number but for its first.
+    """
     T, E, k = 21, 37, 4
     logits = normal(rng, T, E + 1)
+    logits[::2, 3] = np.nan
     if all_alike:
         logits[:, :k] += 100
     active = np.where(np.arange(T) % 5 == 4, -1, 0).astype(np.int32)
@@ -79,7 +100,10 @@ def test_tiles_hold_each_pair_once(all_alike, rng):
     assert torch.equal(ids, want[0]) and torch.equal(weights, want[1]) and torch.equal(score, seen[:, E])
     counts, order, NT = to_host(tiles.counts), to_host(tiles.order), tiles.most
     slots, starts, begins = to_host(tiles.tiles)[: 3 * NT].reshape(3, NT)[:, : counts[E + 2]]
-    chosen = np.concatenate([to_host(ids), np.full((T, 1), E, np.int32)], axis=1).ravel()
+    assert counts[: E + 1].max() <= T
+    chosen = np.concatenate([to_host(ids), np.full((T, 1), E, np.int32)], axis=1)
+    chosen[::2, 1:k] = -1
+    chosen = chosen.ravel()
     found = []
     for slot, start, begin in zip(slots, starts, begins, strict=True):
         own = order[start : min(start + tiles.rows, begin + counts[slot])]

@@ -19,8 +19,9 @@ MOST_EXPERTS = 1024  # that one warp looks through
 
 # routed    `route`, the score of the shared expert, and the pairs of each row in the bucket of their slot: order[slot *
 #           T + n] = the n-th pair there, in any order. Slot E is the shared expert's, whose pair is a row's last; pairs
-#           of a row that is not active are in slot E + 1, whose bucket is the last one. tiles: slot, first place and
-#           where its bucket begins, of each tile of up to BM pairs of a slot, in any order
+#           of a row that is not active, and those behind the first of a row that is not sound, are in slot E + 1, whose
+#           bucket is the last one. tiles: slot, first place and where its bucket begins, of each tile of up to BM pairs
+#           of a slot, in any order
 # shapes    logits float32 [T, E] or, with a score, [T, E + 1]; ids int32, weights float32 [T, k]; score float32 [T] or
 #           None; order int32 [(E + 1) * T + T * k]; tiles int32 [3 * NT + 2], the last two unused; counts int32
 #           [E + 3], 0 before: pairs of each slot, and how many tiles there are; None: no pairs are put anywhere
@@ -55,6 +56,9 @@ def _put(
     place = tl.arange(0, BLOCK_P)  # one of each lane, so that none counts a pair twice
     here = tl.arange(0, BLOCK_K)[:, None] == place[None, :]
     slot = tl.sum(tl.where(here, tl.where(ids < 0, E + 1, ids)[:, None], 0), axis=0)
+    # All ids of a row that is not sound are 0: its first pair tells that, and a bucket has room for one of each row.
+    first = tl.sum(tl.where(place == 0, slot, 0), axis=0)
+    slot = tl.where((place > 0) & (slot == first), E + 1, slot)
     slot, live = tl.where(place == k, E, slot), place <= k
     n = tl.atomic_add(counts_ptr + slot, 1, mask=live, sem="relaxed")
     tl.store(order_ptr + slot.to(tl.int64) * T + n, (row * (k + 1) + place).to(tl.int32), mask=live)
