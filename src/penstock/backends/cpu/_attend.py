@@ -29,7 +29,7 @@ from penstock.backends.cpu._formats import BFLOAT16, FLOAT16, FLOAT32, fmt, froz
 from penstock.backends.cpu._math import exp32
 from penstock.backends.cpu._simd import F32, I8, I32, I64, LANES, V16I
 from penstock.backends.cpu._threads import run, threads
-from penstock.backends.cpu.compile import njit
+from penstock.backends.cpu.compile import keep_alive, njit
 from penstock.backends.cpu.features import usable_features
 from penstock.ops.ragged import equal_runs
 
@@ -672,6 +672,7 @@ def _work(counter, q, qe, k, e, v, table, lengths, scale, window, sinks, sizes, 
                     _add_sink(forward(acc, r * state), state, Dv, sinks[head * sizes.G + (r0 + r) % sizes.G])
                 _store_quotient(forward(acc, r * state), state, Dv, form, out, _row_at(sizes, b, head, r0 + r) * Dv)
         unit = claim(counter)
+    keep_alive(scratch)
 
 
 # attend    y[r] = sum_p w[p] v[p] / sum_p w[p], w[p] = exp(scale * q[r].k[p] - max), p in the row's window up to itself
@@ -707,6 +708,7 @@ def _finish(sinks, sizes, parts, out):
             if sinks.size:
                 _add_sink(acc, sizes.state, sizes.Dv, sinks[head * sizes.G + (r0 + r) % sizes.G])
             _store_quotient(acc, sizes.state, sizes.Dv, sizes.fmt, out, _row_at(sizes, b, head, r0 + r) * sizes.Dv)
+    keep_alive(scratch)
 
 
 _NO_WORDS, _NO_OUT, _NO_PARTS = words(np.zeros(0, np.float32)), np.zeros(0, np.uint16), np.zeros(0, np.float32)

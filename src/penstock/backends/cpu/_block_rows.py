@@ -14,8 +14,8 @@ import numpy as np
 from penstock.backends.cpu import _blocks
 from penstock.backends.cpu._blocks import KINDS, STEP
 from penstock.backends.cpu._formats import FLOAT16, number, widened
-from penstock.backends.cpu._simd import LANES, TWICE, at, keep
-from penstock.backends.cpu.compile import njit
+from penstock.backends.cpu._simd import LANES, TWICE, at
+from penstock.backends.cpu.compile import keep_alive, njit
 from penstock.quant.gguf_blocks import GROUP, LEVELS
 
 _Q2, _Q3, _Q4, _Q5, _Q6 = (KINDS[f"Q{n}_K"] for n in range(2, 7))
@@ -131,6 +131,7 @@ def widen(kind: int, portable: bool, how: int) -> Any:
         whole[: row.size] = row
         _blocks.block_weights(at(whole, 0), at(made, 0), steps, kind, how)
         out[:] = made[: out.size]
+        keep_alive((whole, made))
 
     return dense
 
@@ -170,7 +171,7 @@ def int8_dot(kind: int, portable: bool, how: int) -> Any:
         whole = np.zeros(steps * nbytes, np.uint8)
         whole[: row.size] = row
         y = _blocks.block_dot(at(whole, 0), x, d, sx, steps, kind, how)
-        keep(whole)
+        keep_alive(whole)
         return y
 
     return dot
@@ -191,6 +192,6 @@ def unpack(kind: int, how: int) -> Any:
             whole = np.zeros(steps * nbytes, np.uint8)
             whole[: row.size] = row
             _blocks.block_codes(at(whole, 0), c, s, b, steps, kind, how)
-            keep(whole)
+            keep_alive(whole)
 
     return codes

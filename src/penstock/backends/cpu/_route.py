@@ -18,7 +18,7 @@ from penstock.backends.cpu._math import exp32, sigmoid32
 from penstock.backends.cpu._rows import bytes_in, bytes_out, itemsize, load_bytes, store_bytes
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu._topk import WORD, kth_peak, lowest, passing, rank, softmax, two_best
-from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, njit
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, keep_alive, njit
 from penstock.dtypes import round_to
 from penstock.ops.op import kernel
 
@@ -223,6 +223,7 @@ def _softmax_rows(logits, scale, nan, ids, weights, start, stop):
         if scale.size > 0:
             for i in range(k):
                 weights[t, i] *= scale[ids[t, i]]
+    keep_alive(found)
 
 
 @njit
@@ -333,6 +334,7 @@ def _groups_rows(logits, bias, n_group, topk_group, norm, factor, nan, ids, weig
         for i in range(k):
             w = np.float64(scores[ids[t, i]])
             weights[t, i] = np.float32((w / (total + norm) if norm >= 0 else w) * factor)
+    keep_alive(found)
 
 
 @njit(forceinline=True)

@@ -574,7 +574,7 @@ def _constants(*values: Any) -> list[int] | None:
 
 @intrinsic(prefer_literal=True)
 def at(typingctx, array, index):
-    """Pointer to element `index` of a contiguous array, which has to live as long: see `keep`."""
+    """Pointer to element `index` of a contiguous array, which has to live as long: see `compile.keep_alive`."""
     sig = _Pointer(array.dtype)(array, types.int64)
 
     def codegen(context, builder, sig, args):
@@ -582,15 +582,6 @@ def at(typingctx, array, index):
         return builder.gep(data, [args[1]], source_etype=context.get_data_type(sig.args[0].dtype))
 
     return sig, codegen
-
-
-@intrinsic
-def keep(typingctx, array):
-    """Nothing, behind the last use of a pointer to an array that a kernel has made: Numba frees an array as soon as
-    nothing names it any more.
-    """
-    sig = types.void(array)
-    return sig, lambda context, builder, sig, args: context.get_dummy_value()
 
 
 @intrinsic(prefer_literal=True)

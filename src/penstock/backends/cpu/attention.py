@@ -9,7 +9,7 @@ from penstock.backends.cpu._attend import attend, attend_runs, floats, load, sto
 from penstock.backends.cpu._formats import fmt
 from penstock.backends.cpu._math import exp32
 from penstock.backends.cpu.cache import kv_pages_append, split
-from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, keep_alive, njit
 from penstock.backends.cpu.elementwise import sigmoid_gate
 from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.rope import head_norm_rope, rope
@@ -137,6 +137,7 @@ def _launch(step, x, wide, cache, D, y, columns, seq_len, scale, heads_per_kv, f
                 load(cache, form, p * stride + at, floats(head, 0), D)
                 _add_scaled(result, row[p], head)
             store(floats(result, 0), form, y, h * columns, columns)
+    keep_alive((row, head, result))
 
 
 def _run_launch(step, x, cache, D, out, seq_len, scale, heads_per_kv) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba.core import caching, compiler, registry, serialize, sigutils
+from numba.core import caching, compiler, registry, serialize, sigutils, types
+from numba.extending import intrinsic
 
 from penstock import compile_progress, kernel_cache
 from penstock.backends.cpu import _parts, compile_lock
@@ -111,6 +112,22 @@ def _listed_or_shown(kernel: Any, compile: Callable) -> Callable:
 def compiles() -> bool:
     """Whether kernels are compiled at all; with NUMBA_DISABLE_JIT they are Python."""
     return not numba.config.DISABLE_JIT
+
+
+if compiles():
+
+    @intrinsic
+    def keep_alive(typingctx, arrays):
+        """Nothing, behind the last use of pointers to an array that a kernel has made, or a tuple of such: Numba frees
+        an array as soon as nothing names it any more.
+        """
+        sig = types.void(arrays)
+        return sig, lambda context, builder, sig, args: context.get_dummy_value()
+
+else:
+
+    def keep_alive(arrays):
+        pass
 
 
 def this_cpu() -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from penstock.backends.cpu._rows import (
 )
 from penstock.backends.cpu._simd import F32, I64, V16F, _Code, _const, at
 from penstock.backends.cpu._threads import run, threads
-from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, compiles, njit
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, compiles, keep_alive, njit
 from penstock.backends.cpu.norm import gated_rms_norm, qk_rows, rms_norm_qk
 from penstock.errors import BackendError
 from penstock.ops.delta import slotted_runs
@@ -696,6 +696,7 @@ def _lane_head(S, qkv, g, b, h, Hk, fmt, out):
         panel, lane = Z[r // _WIDTH], r % _WIDTH
         for j in range(Dk):
             S[r, j] = panel[j, lane] * last
+    keep_alive((Z, q, k, v, y, gates))
 
 
 @njit
@@ -767,6 +768,7 @@ def _lane_head_by_channel(S, qkv, g, b, h, Hk, fmt, out):
         panel, lane = Z[r // _WIDTH], r % _WIDTH
         for j in range(Dk):
             S[r, j] = panel[j, lane]
+    keep_alive((Z, q, k, decays, keys, v, y, gates))
 
 
 @njit

@@ -40,9 +40,9 @@ from penstock.backends.cpu._formats import (
     writable,
 )
 from penstock.backends.cpu._math import gelu32, silu32
-from penstock.backends.cpu._simd import at, keep
+from penstock.backends.cpu._simd import at
 from penstock.backends.cpu._threads import run
-from penstock.backends.cpu.compile import SUM_IN_ANY_ORDER, njit
+from penstock.backends.cpu.compile import SUM_IN_ANY_ORDER, keep_alive, njit
 from penstock.backends.cpu.features import usable_features
 from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
@@ -634,13 +634,14 @@ def int8_one(kind: int, how: int) -> Any:
                 terms(ints, s, b, d, sx, STRIP * groups, at(found, 0), form)
                 _sum_terms(found, groups, out, i)
                 i += STRIP
+            keep_alive(found)
         while i < out.size:
             row = first + i
             nan |= _simd.group_dots(at(codes, row * stride), at(xp, t * xp.shape[1]), ints, 1, K, gs, kind, how)
             s, b = at(scales, row * each), at(biases, row * each)
             out[i] = scaled(ints, s, b, d, sx, groups, form)
             i += 1
-        keep(sums)
+        keep_alive(sums)
         if nan:
             for i in range(out.size):
                 if _has_nan(codes[(first + i) // codes.shape[1], (first + i) % codes.shape[1]]):
@@ -690,7 +691,7 @@ def int8_tokens(kind: int, how: int) -> Any:
                 for t in range(T):
                     _sum_terms(terms[t], groups, y[t], column + done)
                 done += STRIP
-            keep(terms)
+            keep_alive(terms)
         for t in range(T if done < rows else 0):
             part = y[t, column + done : column + rows]
             one(codes, scales, biases, form, gs, first + done, xp, xb, delta, total, t, part)
@@ -900,6 +901,7 @@ def _panel_task(kind: int) -> Any:
             else:
                 _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 1)
                 t += 1
+        keep_alive((panel, s, b, acc))
         if nan:
             for n in range(first, first + rows):
                 if _has_nan(codes[slot, n]):
@@ -944,6 +946,7 @@ def int8_product(kind: int, how: int) -> tuple[Any, Any]:
                     ints, s, b = at(sums, t * groups), at(scales, scale_row), at(biases, scale_row)
                     d, x = at(delta, (lo + t) * groups), at(total, (lo + t) * groups)
                     y[lo + t, n] = np.float32(np.nan) if nan else scaled(ints, s, b, d, x, groups, form)
+            keep_alive(sums)
 
         task = rows_task
 
@@ -1021,7 +1024,7 @@ def _block_task(kind: int, how: int) -> Any:
         ps, pb = np.empty((groups, STRIP), np.float32), np.empty((groups, STRIP), np.float32)
         acc = np.empty(STRIP * 8 * STRIP, np.float32)
         _simd.code_panel(at(c, 0), K, rows, at(panel, 0), K, 8)
-        keep(c)
+        keep_alive(c)
         for r in range(STRIP):
             for g in range(groups):
                 ps[g, r], pb[g, r] = s[min(r, rows - 1), g], b[min(r, rows - 1), g]
@@ -1041,6 +1044,7 @@ def _block_task(kind: int, how: int) -> Any:
             else:
                 _simd.panel_dots(w, p, q, x, d, sx, a, to, N, rows, K, gs, ahead, 8, 1)
                 t += 1
+        keep_alive((panel, ps, pb, acc))
 
     return block_panel
 
@@ -1228,6 +1232,7 @@ def float_product(kind: int, how: int) -> tuple[Any, Any]:
                     else:
                         _simd.coded_dots(c, stride, at(s, 0), at(b, 0), groups, xs, to, K, gs, kind, 1, how)
                 n += rows
+            keep_alive((s, b))
 
         task = coded_task
 

@@ -36,7 +36,7 @@ from penstock.backends.cpu._formats import FLOAT32, fmt, frozen
 from penstock.backends.cpu._simd import F32, I8, I64, V16F
 from penstock.backends.cpu._threads import run, threads
 from penstock.backends.cpu.cache import mla_cache_append, split
-from penstock.backends.cpu.compile import njit
+from penstock.backends.cpu.compile import keep_alive, njit
 from penstock.backends.cpu.linear import chosen, float_scales, kind_of
 from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
@@ -122,6 +122,7 @@ def _accumulate(sizes, parts, running_max, denominator, accumulator):
             for j in range(R):
                 accumulator[h, j] = acc[j]
             running_max[h], denominator[h] = acc[state - 2], acc[state - 1]
+    keep_alive(acc)
 
 
 @kernel(ops.mla_sdpa_tile_accumulate, device="cpu")
@@ -156,6 +157,7 @@ def _finalize(denominator, accumulator, form, y):
         for j in range(R):
             row[j] = row[j] / z if z > _ZERO else _ZERO
         store(floats(row, 0), form, y, h * R, R)
+    keep_alive(row)
 
 
 @kernel(ops.mla_sdpa_finalize, device="cpu")
@@ -349,6 +351,7 @@ def _per_head(kind: int, how: int) -> tuple[Any, Any]:
             for t in range(count):
                 store(floats(ys, t * ys.shape[1]), form, y, ((t0 + t) * H + h) * Y, Y)
             unit = following
+        keep_alive((xs, rows, groups, ys))
 
     # per_head  y[t, h, j] = sum_c w[h, first + j, c] * x[t, h, c], or by rows
     #           y[t, h, c] = sum_j x[t, h, j] * w[h, first + j, c]
