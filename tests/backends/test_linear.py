@@ -12,6 +12,7 @@ import penstock
 from penstock import machine, ops
 from penstock.backends.cpu import _simd, _threads, linear
 from penstock.backends.cpu._simd import at
+from penstock.backends.cpu.compile import keep_alive
 from penstock.errors import BackendError
 from penstock.quant import E4M3, ExpertBlobs, QuantizedTensor, pack_codes
 from tests.ops.common import assert_close, assert_same_bits, i32, normal, quantized
@@ -141,6 +142,7 @@ def test_mxfp8_sums_are_those_of_whole_numbers(vbmi, monkeypatch, rng):
         nan = _simd.e4m3_panel(at(panel, 0), at(sums, 0), K // 32)
         p, s, b, x, d = at(panel, 0), at(scales, 0), at(sums, 0), at(xq, 0), at(delta, 0)
         _simd.panel_dots(p, s, b, x, d, d, at(acc, 0), at(y, 0), 16, 16, K, 32, p, kind, n)
+        keep_alive(panel)
         return nan
 
     codes = np.arange(16 * K).astype(np.uint8).reshape(16, K)
