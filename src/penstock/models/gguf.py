@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -30,7 +30,7 @@ from penstock.ops.array import Spec
 from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor
 from penstock.quant.gguf_blocks import GROUP
 from penstock.units import amount
-from penstock.weights.gguf import BLOCKS, GgufFile
+from penstock.weights.gguf import BLOCKS, SUPPORTED, GgufFile
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -42,10 +42,10 @@ class GgufModel:
     """A model file: its config, where its weights come from, and what a user should know about it.
 
     Raises CheckpointError for an architecture, a setting or a type of tensor that penstock does not run, before any
-    weight is read.
+    weight is read; `types` of tensors may be more than those that run.
     """
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufFile, types: Collection[str] = SUPPORTED) -> None:
         self.file = file
         _check_kind(file)
         self.config = read_metadata(file)
@@ -54,7 +54,7 @@ class GgufModel:
         self.tensors = [name for name in file.tensors if not self.source.is_further(name)]
         """Names of those that are not of a part which is not run."""
         for name in self.tensors:
-            file.check_supported(name)
+            file.check_supported(name, types)
 
     def __repr__(self) -> str:
         return f"GgufModel({str(self.file.path)!r}, {self.config['model_type']}, {len(self.file.tensors)} tensors)"
