@@ -44,6 +44,12 @@ def test_nvfp4_model_agrees_with_mlx_lm_wherever_its_experts_are(tmp_path: Path)
         found = logits(scaled, tokens)
         assert (error(found, want) < 5e-6) is (step == 0)
         np.testing.assert_array_equal(logits(scaled, tokens, expert_cache="50%"), found)
+    convert(scaled, tmp_path / "dense", Options(dequantize=True, dtype="float32"))
+    assert error(logits(tmp_path / "dense", tokens), found) < 5e-6
+    mxfp8: dict[str, Any] = {"dtype": "float32", "quantize": True, "q_mode": "mxfp8"}
+    convert(scaled, tmp_path / "again", Options(**mxfp8, requantize=True))
+    convert(tmp_path / "dense", tmp_path / "once", Options(**mxfp8))
+    np.testing.assert_array_equal(logits(tmp_path / "again", tokens), logits(tmp_path / "once", tokens))
 
 
 @pytest.mark.parametrize("kind", [*FLOAT_MODES, "nvfp4 with global scales"])
