@@ -27,7 +27,7 @@ from penstock.models.gguf_keys import GgufKeys
 from penstock.models.source import Weight, _taken
 from penstock.models.split import GGUF_COLUMNS
 from penstock.ops.array import Spec
-from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor
+from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor, first_unsound_scale
 from penstock.quant.gguf_blocks import GROUP
 from penstock.units import amount
 from penstock.weights.gguf import BLOCKS, SUPPORTED, GgufFile
@@ -248,7 +248,14 @@ class GgufSource:
         return sorted(name for name in self.file.tensors if name not in self._used and not self.is_further(name))
 
     def _tensor(self, path: str, shape: tuple[int, ...]) -> Weight:
-        tensor = self.file.tensor(self.asked(path, shape))
+        name = self.asked(path, shape)
+        tensor = self.file.tensor(name)
+        if isinstance(tensor, QuantizedTensor) and tensor.mode == "MXFP4":
+            # Read as 2^127 by the gguf package, as NaN by the format's standard: no model that is whole has one.
+            blocks = tensor.packed.reshape(-1, BLOCK_TYPES["MXFP4"].nbytes)
+            if (block := first_unsound_scale("mxfp4", blocks[:, 0])) >= 0:
+                found = f"has a scale that is not finite in block {block}"
+                raise CheckpointError(f"{self.file.path}: tensor {name} {found}, expected finite numbers: damaged?")
         if (one := self._one_of_stack(path)) is not None:
             return tensor[one[1]]
         return tensor if isinstance(tensor, QuantizedTensor) else tensor.reshape(shape)
