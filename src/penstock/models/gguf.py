@@ -54,7 +54,7 @@ class GgufModel:
         self.tensors = [name for name in file.tensors if not self.source.is_further(name)]
         """Names of those that are not of a part which is not run."""
         for name in self.tensors:
-            file.check_supported(name, types)
+            file.check_supported(name, types, convertible=not self.source.architecture.unwritten)
 
     def __repr__(self) -> str:
         return f"GgufModel({str(self.file.path)!r}, {self.config['model_type']}, {len(self.file.tensors)} tensors)"

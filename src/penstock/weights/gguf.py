@@ -261,13 +261,16 @@ class GgufFile:
         held = [file.lease() for file in self._files]
         return all(held)
 
-    def check_supported(self, name: str, types: Collection[str] = SUPPORTED) -> None:
-        """Raises CheckpointError, naming tensor and type, for one of none of the types: `tensor` gives the default."""
+    def check_supported(self, name: str, types: Collection[str] = SUPPORTED, convertible: bool = True) -> None:
+        """Raises CheckpointError, naming tensor and type, for one of none of the types: `tensor` gives the default.
+
+        convertible: whether `penstock convert` knows the architecture of the file.
+        """
         info = self.info(name)
         if info.type in types:
             return
         hint = "llama-quantize --allow-requantize writes the file again in one of these"
-        if info.type in CONVERTED:
+        if info.type in CONVERTED and convertible:
             hint = f"penstock convert --model {shlex.quote(str(self.path))} --requantize makes a folder that loads"
         self._refuse(name, f"has type {info.type}, expected one of {', '.join(types)}: {hint}")
 
