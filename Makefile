@@ -86,7 +86,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.made
 	@if [ -z "$(GPU)" ] && $(PIP) install --dry-run "$(TORCH)" 2>/dev/null | grep -q "^Would install.* nvidia-"; then \
 	  echo "No GPU here, and pip knows only the CUDA build of $(TORCH): going on without torch and the tests that need it."; \
 	  echo "For all tests let pip find the CPU build (PIP_EXTRA_INDEX_URL) or take the CUDA one: make clean; make test GPU=1"; \
-	  $(PIP) install --quiet --editable ".[server,grammar,check]"; \
+	  $(PIP) install --quiet --editable ".[server,grammar,gguf,check]"; \
 	else \
 	  $(PIP) install --quiet "$(TORCH)" && $(PIP) install --quiet --editable ".[dev]"; \
 	fi

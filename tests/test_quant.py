@@ -496,6 +496,14 @@ def test_quantized_tensor_of_floats_refuses(change, error, message):
         QuantizedTensor(**given)
 
 
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+def test_quantized_tensor_has_bits_and_group_size_of_its_mode(mode, rng):
+    q = quantize(rng.standard_normal((3, 128)).astype(np.float32), mode=mode)
+    same = QuantizedTensor(q.packed, q.scales, q.biases, mode=mode)
+    assert same.key == q.key and same.format == q.format
+    np.testing.assert_array_equal(dequantize(same), dequantize(q))
+
+
 @pytest.mark.parametrize("function", [quantize, quantize_reference])
 def test_quantize_to_floats_refuses(function):
     x = np.zeros((2, 96), np.float32)

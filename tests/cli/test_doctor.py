@@ -132,7 +132,7 @@ def test_doctor_knows_the_extras_of_the_package(report):
     wanted = {
         name: tuple(package for line in lines if (package := re.split(r"[<>=; ]", line)[0]) != "torch")
         for name, lines in project["optional-dependencies"].items()
-        if name in ("server", "grammar", "distributed")
+        if name in ("server", "grammar", "gguf", "distributed")
     }
     assert {name: names for name, (names, _) in doctor._EXTRAS.items()} == wanted
     core = {re.split(r"[<>=; ]", line)[0] for line in project["dependencies"]}

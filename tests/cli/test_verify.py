@@ -254,7 +254,8 @@ def test_numbers_of_gguf_blocks_are_looked_at(tmp_path):
     from tests.weights.test_gguf import write
 
     weights = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
-    path = write(tmp_path / "x.gguf", {"a": (weights, "Q4_0"), "b": (weights, "Q4_1"), "c": (weights, "F32")})
+    formats = {"a": "Q4_0", "b": "Q4_1", "c": "F32", "d": "MXFP4"}
+    path = write(tmp_path / "x.gguf", {name: (weights, format) for name, format in formats.items()})
     file = GgufFile.open(path)
     assert Numbers.of_gguf(file).check(2, lambda count: None).problems == []
     with path.open("r+b") as data:
@@ -262,10 +263,13 @@ def test_numbers_of_gguf_blocks_are_looked_at(tmp_path):
         data.write(b"\x00\x7c")  # the scale of block 3 is infinite
         data.seek(file.tensors["b"].start + 5 * 20 + 2)
         data.write(b"\x01\x7e")  # the bias of block 5 is NaN
+        data.seek(file.tensors["d"].start + 4 * 17)
+        data.write(b"\xff")  # so is the scale of block 4
     found = Numbers.of_gguf(GgufFile.open(path)).check(2, lambda count: None).problems
     assert [problem.partition(": tensor ")[2][:60] for problem in found] == [
         "'a' has 1 number not finite (the first is number 3), expecte",
         "'b' has 1 number not finite (the first is number 5), expecte",
+        "'d' has 1 number not finite (the first is number 4), expecte",
     ]
 
 

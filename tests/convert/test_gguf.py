@@ -18,7 +18,7 @@ from penstock.models.gguf import open_gguf
 from penstock.ops.device import device_for
 from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor, dequantize
 from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.gguf import GgufFile
+from penstock.weights.gguf import CONVERTED, GgufFile
 from tests.convert.common import config_in, stored, tensors
 from tests.models import gguf_files
 from tests.models.common import GGUF_ARCHITECTURES, GGUF_NAMES, TEMPLATE, VOCAB, error, some_tokens, write_tokenizer
@@ -100,7 +100,8 @@ def write(path: Path, name: str, type_name: str = "Q4_0", other: Mapping[str, st
         chosen = next((t for part, t in (other or {}).items() if key.startswith(part)), type_name)
         chosen = "F32" if array.ndim == 1 else chosen
         number = gguf.GGMLQuantizationType[chosen]
-        data = _random_blocks(array.shape, chosen) if chosen in BLOCK_TYPES else gguf.quants.quantize(array, number)
+        drawn = chosen in BLOCK_TYPES or chosen in CONVERTED
+        data = _random_blocks(array.shape, chosen) if drawn else gguf.quants.quantize(array, number)
         writer.add_tensor(key, data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -115,9 +116,17 @@ def _random_blocks(shape: tuple[int, ...], type_name: str) -> np.ndarray:
     size, nbytes = gguf.GGML_QUANT_SIZES[number]
     rng = np.random.default_rng(1)
     data = rng.integers(0, 256, (np.prod(shape) // size, nbytes), dtype=np.uint8)
-    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(type_name, (0, 2)):
-        data[:, at : at + 2] = np.full(len(data), 1e-3, np.float16).view(np.uint8).reshape(-1, 2)
+    scale = np.float16(1e-3).view(np.uint16)
+    if type_name == "IQ1_M":  # a digit of its scale in each of the last four words
+        words = data[:, 48:].view(np.uint16)
+        words[:] = (words & 0x0FFF) | ((scale >> np.arange(0, 16, 4, dtype=np.uint16)) << 12)
+    else:
+        for at in _SCALES_AT.get(type_name, (0,) if type_name in CONVERTED else (0, 2)):
+            data[:, at : at + 2] = np.full(len(data), scale).view(np.uint8).reshape(-1, 2)
     return data.reshape(*shape[:-1], -1)
+
+
+_SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,)}
 
 
 def engine_of(source: Any, family: Any, config: Any) -> Engine:
@@ -202,6 +211,36 @@ def test_other_types_are_rounded_again_only_if_told(tmp_path: Path) -> None:
 
 def GGUF(path: Path, name: str) -> np.ndarray:
     return next(tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
+
+
+def test_types_that_no_kernel_reads_name_convert_which_makes_them_load(tmp_path: Path, monkeypatch) -> None:
+    names = ["token_embd", "output.", "blk.0.ffn_gate", "blk.0.ffn_up", "blk.0.ffn_down"]
+    names += ["blk.1.attn_q.", "blk.1.attn_k.", "blk.1.attn_v", "blk.1.ffn_down"]
+    other: dict[str, str] = dict(zip(names, CONVERTED, strict=True))
+    path = write(tmp_path / "a file.gguf", "qwen3", other=other)
+    hint = rf"penstock convert --model '{path}' --requantize makes a folder that loads"
+    with pytest.raises(CheckpointError, match=rf"tensor 'token_embd.weight' has type IQ1_S, expected .*: {hint}"):
+        penstock.load(path)
+    with pytest.raises(InvalidArgument, match=r"tensor token_embd.weight is IQ1_S and 8 others, expected Q4_0, Q4_1"):
+        convert(path, tmp_path / "made")
+    convert(path, tmp_path / "dense", Options(dequantize=True))
+    convert(path, tmp_path / "made", Options(requantize=True))
+    dense, made = (Checkpoint.open(tmp_path / folder) for folder in ("dense", "made"))
+    modules = {name: module for module, name in GGUF_NAMES.items()}
+    for part, type_name in other.items():
+        name = next(t.name for t in gguf.GGUFReader(path).tensors if t.name.startswith(part))
+        stem = name.removesuffix(".weight")
+        _, layer, inner = stem.split(".", 2) if stem.startswith("blk.") else ("", "", stem)
+        module = f"model.layers.{layer}.{modules[inner]}" if layer else modules[inner]
+        want = gguf.quants.dequantize(GGUF(path, name), gguf.GGMLQuantizationType[type_name])
+        np.testing.assert_array_equal(dense.array(f"{module}.weight"), want.astype(np.float16))
+        got = dequantize(made.tensor(module))  # type: ignore[arg-type]
+        step = 2 * np.abs(want).max() / (2 ** made.tensor(module).bits - 1)  # type: ignore[union-attr]
+        assert np.abs(got - want).max() <= 1.05 * step, type_name
+    assert np.isfinite(folder_logits(tmp_path / "made", [1, 2])).all()
+    monkeypatch.setattr("penstock.convert.gguf.find_spec", lambda name: None)
+    with pytest.raises(InvalidArgument, match=r"is IQ1_S, expected the gguf package.*: pip install 'penstock\[gguf\]'"):
+        convert(path, tmp_path / "none", Options(requantize=True))
 
 
 def test_all_types_can_be_made_dense(tmp_path: Path) -> None:

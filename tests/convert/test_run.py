@@ -275,6 +275,16 @@ def test_convert_names_fp8_that_it_does_not_know(tmp_path: Path) -> None:
         convert(fp8(tmp_path / "c", without=scale.removesuffix("_scale_inv")), tmp_path / "out")
 
 
+def test_fp8_with_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    scale = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    path, start, _ = Checkpoint.open(fp8(tmp_path / "fp8")).location(scale)
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(np.float32(np.nan).tobytes())
+    with pytest.raises(CheckpointError, match=rf"'{scale}' has numbers that are not finite, expected finite scales"):
+        exact(tmp_path / "fp8", [1])
+
+
 # -- layers that predict further tokens ------------------------------------------------------------------------------
 
 

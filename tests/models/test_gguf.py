@@ -392,6 +392,11 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path):
     path = write_file(tmp_path / "y.gguf", metadata, made)
     with pytest.raises(CheckpointError, match=r"y.gguf: tensor 'blk.1.ffn_down.weight' has a scale that is not finite"):
         logits(open_gguf(path), [1])
+    made["blk.1.ffn_down.weight"] = stored(tensors["blk.1.ffn_down.weight"], "MXFP4")
+    made["blk.1.ffn_down.weight"][0][0, 2 * 17] = 0xFF
+    path = write_file(tmp_path / "z.gguf", metadata, made)
+    with pytest.raises(CheckpointError, match=r"blk.1.ffn_down.weight has a scale that is not finite in block 2,"):
+        logits(open_gguf(path), [1])
 
 
 def folder_of(folder: Path, name: str, type_name: str) -> Path:

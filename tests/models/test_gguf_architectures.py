@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
@@ -197,6 +198,17 @@ def test_drafts_change_nothing_where_value_heads_are_in_the_order_of_the_file(tm
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "program"), [("lfm2", "penstock convert"), ("gemma3n", "llama-quantize")])
+def test_a_type_that_no_kernel_reads_names_a_program_that_takes_the_file(
+    tmp_path: Path, name: str, program: str
+) -> None:
+    rows = tensors_of(name)["token_embd.weight"].shape[0]
+    table = np.zeros((rows, 54), np.uint8), gguf.GGMLQuantizationType.TQ1_0
+    path = write(tmp_path / "x.gguf", name, tensors=tensors_of(name) | {"token_embd.weight": table})
+    with pytest.raises(CheckpointError, match=rf"'token_embd.weight' has type TQ1_0, expected .*: {program}"):
+        open_gguf(path)
 
 
 @pytest.mark.parametrize("lacks", ["blk.1.ffn_up_exps.weight", "blk.0.ssm_a", "output_norm.weight"])

@@ -271,6 +271,8 @@ def test_released_files_are_known_without_reading_them(
         file.write(b"\xff")
     found = call(capsys, "verify", str(bad))
     assert found.status == 1 and f"tensor '{name}' has 1 number not finite (the first is number 7)" in found.out
+    with pytest.raises(CheckpointError, match=r"1.mlp.experts.down_proj has a scale that is not finite \(byte 7 of"):
+        penstock.load(bad, device="cpu")
 
 
 def test_steps_give_what_one_step_gives(released: Any) -> None:

@@ -44,6 +44,18 @@ def test_nvfp4_model_agrees_with_mlx_lm_wherever_its_experts_are(tmp_path: Path)
         found = logits(scaled, tokens)
         assert (error(found, want) < 5e-6) is (step == 0)
         np.testing.assert_array_equal(logits(scaled, tokens, expert_cache="50%"), found)
+    rising[experts[-1]][1] = np.nan
+    save_file(tensors | {f"{path}.global_scale": a for path, a in rising.items()}, scaled / "model.safetensors")
+    with pytest.raises(penstock.errors.CheckpointError, match=f"{experts[-1]} has a global scale that is not finite"):
+        logits(scaled, tokens)
+    rising[experts[-1]][1] = 2788
+    save_file(tensors | {f"{path}.global_scale": a for path, a in rising.items()}, scaled / "model.safetensors")
+    convert(scaled, tmp_path / "dense", Options(dequantize=True, dtype="float32"))
+    assert error(logits(tmp_path / "dense", tokens), found) < 5e-6
+    mxfp8: dict[str, Any] = {"dtype": "float32", "quantize": True, "q_mode": "mxfp8"}
+    convert(scaled, tmp_path / "again", Options(**mxfp8, requantize=True))
+    convert(tmp_path / "dense", tmp_path / "once", Options(**mxfp8))
+    np.testing.assert_array_equal(logits(tmp_path / "again", tokens), logits(tmp_path / "once", tokens))
 
 
 @pytest.mark.parametrize("kind", [*FLOAT_MODES, "nvfp4 with global scales"])

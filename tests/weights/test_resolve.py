@@ -187,7 +187,8 @@ def test_resolve_downloads_a_hub_model_and_keeps_its_id(hub, tmp_path):
     assert resolve_model("owner/name", ANY, files="small").kind == "folder"
 
 
-GGUF = ["a-Q4_0.gguf", "a-UD-Q4_0.gguf", "a.q8_0.gguf", "BF16/a-BF16-00001-of-00002.gguf", "mmproj-Q8_0.gguf", "a.json"]
+PARTS = ["BF16/a-BF16-00001-of-00002.gguf", "BF16/a-BF16-00002-of-00002.gguf"]
+GGUF = ["a-Q4_0.gguf", "a-UD-Q4_0.gguf", "a.q8_0.gguf", "mmproj-Q8_0.gguf", "a.json", *PARTS, "F16-00002-of-00002.gguf"]
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -202,10 +203,13 @@ def test_resolve_takes_a_gguf_file_of_a_hub_model_by_its_type(hub, tmp_path, mon
     assert found == ResolvedModel("gguf", tmp_path / "a-Q4_0.gguf", "name:Q4_0", "owner/name:Q4_0")
     assert hub.calls[-1][1]["allow_patterns"] == ["a-Q4_0.gguf"]
     assert resolve("owner/name:Q8_0", offline=offline) == tmp_path / "a.q8_0.gguf"  # not that of images
-    assert "BF16/a-BF16-00001-of-00002.gguf is a part" in refusal("owner/name:bf16", offline=offline)
+    assert resolve("owner/name:bf16", offline=offline) == tmp_path / PARTS[0]
+    assert hub.calls[-1][1]["allow_patterns"] == PARTS
+    assert "has no F16-00001-of-00002.gguf, expected all 2 parts" in refusal("owner/name:F16", offline=offline)
     assert "no GGUF file of type 'Q4', expected one of those" in refusal("owner/name:Q4", offline=offline)
     before = len(hub.calls)
-    assert "GGUF type 'IQ2_XS' cannot be run" in refusal("owner/name:IQ2_XS", offline=offline)
+    refused = refusal("owner/name:IQ2_XS", offline=offline)
+    assert "GGUF type 'IQ2_XS' cannot be run" in refused and "penstock convert --requantize makes" in refused
     assert "is a .gguf file, expected a folder" in refusal("owner/name:Q8_0", ("folder",), offline=offline)
     assert len(hub.calls) == before  # nothing was asked
     assert isinstance(find_model("owner/name:Q8_0"), HubModel)

@@ -187,12 +187,13 @@ class Numbers:
                 halves = (part for part in record.names or () if part in ("scale", "bias"))
                 parts = tuple((part, _EXPONENTS["F16"][1]) for part in halves)
                 found.append(_Range(mapped, name, info.start, info.stop, record, parts))
-            elif info.type in BLOCK_TYPES and BLOCK_TYPES[info.type].halves:
+            elif info.type in BLOCK_TYPES:
                 known = BLOCK_TYPES[info.type]
-                names = [f"half {at}" for at in known.halves]
-                fields = {"names": names, "formats": ["<f2"] * len(names), "offsets": list(known.halves)}
+                offsets, (word, exponent) = known.halves or (0,), _EXPONENTS["F16" if known.halves else "E8M0"]
+                names = [f"scale {at}" for at in offsets]
+                fields = {"names": names, "formats": [word] * len(names), "offsets": list(offsets)}
                 record = np.dtype(fields | {"itemsize": known.nbytes})  # type: ignore[call-overload]
-                parts = tuple((half, _EXPONENTS["F16"][1]) for half in names)
+                parts = tuple((scale, exponent) for scale in names)
                 found.append(_Range(mapped, name, info.start, info.stop, record, parts))
         return cls(found)
 
@@ -260,7 +261,8 @@ def _not_finite(values: np.ndarray, parts: Iterable[tuple[str, int]]) -> tuple[i
     """How many numbers are infinite or NaN, and the first of them."""
     total, first = 0, len(values)
     for name, exponent in parts:
-        words = values[name].view("<u2") if name else values
+        words = values[name] if name else values
+        words = words.view(f"<u{words.itemsize}")
         mask = words.dtype.type(exponent)
         if (np.bitwise_and(words, mask)).max(initial=0) != mask:
             continue

@@ -37,6 +37,7 @@ _LIBRARIES = ("ml_dtypes", "safetensors", "tokenizers", "jinja2", "huggingface_h
 _EXTRAS = {
     "server": (("starlette", "uvicorn", "pydantic", "prometheus_client", "msgspec"), "to serve models over HTTP"),
     "grammar": (("llguidance",), "for answers that follow a JSON schema or a grammar"),
+    "gguf": (("gguf",), "to convert GGUF files of types that no kernel reads"),
     "distributed": (("msgspec",), "to split a model over ranks"),
 }
 _DISK_BYTES = 64 << 20  # written and read to measure a disk

@@ -1,7 +1,7 @@
 """GGUF files as MLX models: names, rows in mlx-lm's order, blocks of codes as groups of 32, and the tokenizer.
 
 Q4_0, Q4_1 and Q8_0 are affine codes in groups of 32 with float16 scales, so they keep every value. The other block
-formats are dequantized, and what becomes of them is rounded again.
+formats are dequantized, and what becomes of them is rounded again; those that no kernel reads by the gguf package.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from penstock.models.gguf import ROPE_FACTORS, GgufModel
 from penstock.models.source import Weight
 from penstock.quant import BLOCK_TYPES, Format
 from penstock.weights.files import short
-from penstock.weights.gguf import GgufFile, reorder_nibbles
+from penstock.weights.gguf import CONVERTED, SUPPORTED, GgufFile, reorder_nibbles
 
 if TYPE_CHECKING:
     from penstock.convert.run import Options
@@ -46,7 +47,7 @@ def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
     Raises CheckpointError for a file that is damaged or of a model that is not supported, InvalidArgument for types
     that would have to be rounded again and were not allowed to.
     """
-    model = GgufModel(GgufFile.open(path))
+    model = GgufModel(GgufFile.open(path), (*SUPPORTED, *CONVERTED))
     file, family, architecture = model.file, model.family, model.source.architecture
     if architecture.unwritten:
         kind = file.metadata["general.architecture"]
@@ -136,19 +137,23 @@ def _parts(
 
 def _check_types(file: GgufFile, wanted: _Asked, options: Options) -> None:
     types = {name: file.tensors[name].type for name in map(wanted.source.name, wanted.shapes) if name in file}
-    lossy = [name for name, type in types.items() if type in BLOCK_TYPES]
+    lossy = [name for name, type in types.items() if type in BLOCK_TYPES or type in CONVERTED]
     if lossy and not (options.requantize or options.dequantize):
         more = f" and {len(lossy) - 1} others" if len(lossy) > 1 else ""
         raise InvalidArgument(
             f"{file.path}: tensor {lossy[0]} is {types[lossy[0]]}{more}, expected Q4_0, Q4_1, Q8_0 or floats, which "
             "lose nothing; requantize rounds the others again, dequantize makes all dense"
         )
-    quantized = [name for name, type in types.items() if type in _EXACT or type in BLOCK_TYPES]
+    quantized = [name for name, type in types.items() if type not in _DENSE]
     if quantized and options.quantize and not options.requantize:
         raise InvalidArgument(
             f"{file.path}: tensor {quantized[0]} is {types[quantized[0]]} already, expected floats to quantize; "
             "requantize rounds it again, without quantize it keeps its values"
         )
+    decoded = [name for name in lossy if types[name] in CONVERTED]
+    if decoded and find_spec("gguf") is None:
+        found = f"{file.path}: tensor {decoded[0]} is {types[decoded[0]]}"
+        raise InvalidArgument(f"{found}, expected the gguf package, which decodes it: pip install 'penstock[gguf]'")
 
 
 class _Asked:
@@ -348,14 +353,19 @@ class _Decoded:
         return np.dtype(np.float32)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        known = BLOCK_TYPES[self.type]
         data = self.blocks.read(start, stop)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused when it is rounded
-            return known.values(data.reshape(-1, known.nbytes)).reshape(stop - start, -1)
+            if (known := BLOCK_TYPES.get(self.type)) is not None:
+                return known.values(data.reshape(-1, known.nbytes)).reshape(stop - start, -1)
+            import gguf  # which few need
+
+            rows = np.ascontiguousarray(data).reshape(stop - start, -1)
+            return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[self.type])
 
 
 # Bits that keep most of a type's values. Two groups of 16 with scales of their own share one of 32: one bit more keeps
-# what the smaller of them had; so do levels that are not equally far apart.
+# what the smaller of them had; so do levels that are not equally far apart. Rounding as MLX does may lose the outermost
+# level of a group whose levels are symmetric, the more the fewer bits: none gets 2.
 _KEPT = {
     "Q5_0": 5,
     "Q5_1": 5,
@@ -367,6 +377,15 @@ _KEPT = {
     "IQ4_NL": 5,
     "IQ4_XS": 5,
     "MXFP4": 5,
+    "IQ1_S": 4,
+    "IQ1_M": 4,
+    "IQ2_XXS": 4,
+    "IQ2_XS": 4,
+    "IQ2_S": 4,
+    "IQ3_XXS": 5,
+    "IQ3_S": 5,
+    "TQ1_0": 4,
+    "TQ2_0": 4,
 }
 
 

@@ -334,10 +334,11 @@ class Dequantized:
         if self.factors is None:
             dequantize_into(QuantizedTensor.of(self.format, arrays), out)
             return out
+        factors = self.factors.read(0, 1).reshape(-1)
         for matrix, a, b in runs(start, stop, self.shape[-2]):
             own = slice(matrix * self.shape[-2] + a - start, matrix * self.shape[-2] + b - start)
-            factor = self.factors.read(matrix, matrix + 1).reshape(())
-            dequantize_into(QuantizedTensor.of(self.format, [*(array[own] for array in arrays), factor]), out[own])
+            parts = [*(array[own] for array in arrays), factors[matrix, ...]]
+            dequantize_into(QuantizedTensor.of(self.format, parts), out[own])
         return out
 
 

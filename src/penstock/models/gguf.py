@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,10 +27,10 @@ from penstock.models.gguf_keys import GgufKeys
 from penstock.models.source import Weight, _taken
 from penstock.models.split import GGUF_COLUMNS
 from penstock.ops.array import Spec
-from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor
+from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor, first_unsound_scale
 from penstock.quant.gguf_blocks import GROUP
 from penstock.units import amount
-from penstock.weights.gguf import BLOCKS, GgufFile
+from penstock.weights.gguf import BLOCKS, SUPPORTED, GgufFile
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -42,10 +42,10 @@ class GgufModel:
     """A model file: its config, where its weights come from, and what a user should know about it.
 
     Raises CheckpointError for an architecture, a setting or a type of tensor that penstock does not run, before any
-    weight is read.
+    weight is read; `types` of tensors may be more than those that run.
     """
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufFile, types: Collection[str] = SUPPORTED) -> None:
         self.file = file
         _check_kind(file)
         self.config = read_metadata(file)
@@ -54,7 +54,7 @@ class GgufModel:
         self.tensors = [name for name in file.tensors if not self.source.is_further(name)]
         """Names of those that are not of a part which is not run."""
         for name in self.tensors:
-            file.check_supported(name)
+            file.check_supported(name, types, convertible=not self.source.architecture.unwritten)
 
     def __repr__(self) -> str:
         return f"GgufModel({str(self.file.path)!r}, {self.config['model_type']}, {len(self.file.tensors)} tensors)"
@@ -248,7 +248,14 @@ class GgufSource:
         return sorted(name for name in self.file.tensors if name not in self._used and not self.is_further(name))
 
     def _tensor(self, path: str, shape: tuple[int, ...]) -> Weight:
-        tensor = self.file.tensor(self.asked(path, shape))
+        name = self.asked(path, shape)
+        tensor = self.file.tensor(name)
+        if isinstance(tensor, QuantizedTensor) and tensor.mode == "MXFP4":
+            # Read as 2^127 by the gguf package, as NaN by the format's standard: no model that is whole has one.
+            blocks = tensor.packed.reshape(-1, BLOCK_TYPES["MXFP4"].nbytes)
+            if (block := first_unsound_scale("mxfp4", blocks[:, 0])) >= 0:
+                found = f"has a scale that is not finite in block {block}"
+                raise CheckpointError(f"{self.file.path}: tensor {name} {found}, expected finite numbers: damaged?")
         if (one := self._one_of_stack(path)) is not None:
             return tensor[one[1]]
         return tensor if isinstance(tensor, QuantizedTensor) else tensor.reshape(shape)

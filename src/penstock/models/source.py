@@ -19,7 +19,7 @@ from penstock.dtypes import FLOATS, dtype_name
 from penstock.errors import CheckpointError, OutOfMemory
 from penstock.experts.layout import ExpertFiles, TensorExtents, stacked
 from penstock.ops.array import Array, Spec
-from penstock.quant import QuantizedTensor
+from penstock.quant import QuantizedTensor, first_unsound_scale
 from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint
 
@@ -97,8 +97,19 @@ class CheckpointSource:
         name = self.name_of(path)
         tensor = self.checkpoint.tensor(name)
         self._check_shape(name, tuple(tensor.shape), shape)
+        if isinstance(tensor, QuantizedTensor) and tensor.mode != "affine":
+            self._check_scales(name, tensor)
         self.used.update((name, *(f"{name}{part}" for part in _PARTS)))
         return tensor
+
+    def _check_scales(self, name: str, tensor: QuantizedTensor) -> None:
+        """Raises CheckpointError for bytes or global scales that are not finite: few of all bytes, read in a row."""
+        at = first_unsound_scale(tensor.mode, tensor.scales)
+        what = f"a scale that is not finite (byte {at} of its scales)" if at >= 0 else ""
+        if tensor.global_scale is not None and not np.isfinite(tensor.global_scale).all():
+            what = "a global scale that is not finite"
+        if what:
+            raise CheckpointError(f"{self.checkpoint.path}: {name} has {what}, expected finite numbers: damaged?")
 
     def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:

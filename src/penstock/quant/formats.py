@@ -38,6 +38,7 @@ MODES: Mapping[str, Mode] = {
 }
 BITS = MODES["affine"].bits
 GROUP_SIZES = MODES["affine"].group_sizes
+_AT_ONCE = 1 << 20  # scales that are looked at together
 COLUMNS = 32  # a row has a multiple of so many weights, whatever its groups
 
 GLOBAL_UNIT = np.float32(448 * 6)  # a global scale is the largest weight; this is the largest E4M3 · E2M1
@@ -126,3 +127,14 @@ def levels(mode: str) -> np.ndarray:
 def scale_values(mode: str) -> np.ndarray:
     """What each byte of the scales of a mode that is not affine stands for: float32 [256]."""
     return E4M3 if mode == "nvfp4" else E8M0
+
+
+def first_unsound_scale(mode: str, scales: np.ndarray) -> int:
+    """The first of scales uint8 of a mode that is not affine that stands for no finite number, counted; -1: none."""
+    mask, flat = np.uint8(0x7F if mode == "nvfp4" else 0xFF), scales.reshape(-1)
+    for start in range(0, flat.size, _AT_ONCE):
+        part = flat[start : start + _AT_ONCE]
+        part = part & mask if mode == "nvfp4" else part
+        if part.max() == mask:
+            return start + int(np.argmax(part))
+    return -1

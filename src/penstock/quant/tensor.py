@@ -12,7 +12,7 @@ import numpy as np
 from penstock.dtypes import ITEMSIZE, dtype_name
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
 from penstock.quant.arrays import fault_of, is_torch, layout_of, to_numpy, to_torch
-from penstock.quant.formats import COLUMNS, MODES, Format, check_format
+from penstock.quant.formats import COLUMNS, MODES, Format, resolve
 from penstock.quant.values import dequantize
 
 
@@ -42,6 +42,9 @@ class Quantized(Protocol):
     def dequantize(self, dtype: str = "float32") -> Any: ...
 
 
+_BY_MODE: Any = None  # a field of which nothing was said
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedTensor:
     """A weight `[..., N, K]` as codes and scales of groups, in one of the modes of `formats.MODES`.
@@ -50,21 +53,23 @@ class QuantizedTensor:
     float32, float16 or bfloat16. The others: w[n, j] = float(code[n, j]) * scale[n, j // gs]; scales are bytes uint8
     `[..., N, K / gs]`, biases None; with a global_scale (nvfp4, float32 `[...]`) the scale is further multiplied by
     global_scale / 2688. packed `[..., N, K * bits / 32]`, NumPy uint32 or torch int32 with the same bits. Leading axes
-    are experts. The arrays are kept, not copied: C-contiguous, aligned, of one kind and on one device. Raises
-    ShapeError, DTypeError or InvalidArgument.
+    are experts. bits and group_size follow from the mode where they are left out. The arrays are kept, not copied:
+    C-contiguous, aligned, of one kind and on one device. Raises ShapeError, DTypeError or InvalidArgument.
     """
 
     packed: Any
     scales: Any
-    biases: Any
-    bits: int
-    group_size: int
+    biases: Any = None
+    bits: int = _BY_MODE
+    group_size: int = _BY_MODE
     mode: str = "affine"
     global_scale: Any = None
     _laid_out: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        check_format("QuantizedTensor", self.bits, self.group_size, self.mode)
+        format = resolve("QuantizedTensor", self.bits, self.group_size, self.mode)
+        object.__setattr__(self, "bits", format.bits)
+        object.__setattr__(self, "group_size", format.group_size)
         known = MODES[self.mode]
         for name in ("biases", "global_scale"):
             if getattr(self, name) is not None and not getattr(known, name):

@@ -250,7 +250,10 @@ class Checkpoint:
         if scales.dtype not in _SCALES or scales.shape != wanted:
             found = f"is {scales.dtype} {list(scales.shape)}"
             self._refuse(f"{name}{_SCALE_INV}", f"{found}, expected floats {list(wanted)}, one per 128 x 128")
-        return self._made_of_blocks(self.array(name), self.array(f"{name}{_SCALE_INV}"))
+        factors = self.array(f"{name}{_SCALE_INV}")
+        if not np.isfinite(factors).all():
+            self._refuse(f"{name}{_SCALE_INV}", "has numbers that are not finite, expected finite scales: damaged?")
+        return self._made_of_blocks(self.array(name), factors)
 
     def _made_of_blocks(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray | QuantizedTensor:
         """codes uint8 [N, K], scales of blocks."""

@@ -13,7 +13,9 @@ the file can be checked, but their tensors cannot be had.
 import math
 import os
 import re
+import shlex
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -34,6 +36,8 @@ NAME_LIMIT = 64  # bytes of a tensor's name
 ALIGNMENTS = tuple(1 << n for n in range(3, 22))  # 8 bytes to 2 MB
 
 SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", *BLOCK_TYPES)
+# No kernel reads these, but `penstock convert` can round them to groups.
+CONVERTED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 
 # number: name, weights in a block, bytes of a block
 _TYPES: dict[int, tuple[str, int, int]] = {
@@ -257,12 +261,18 @@ class GgufFile:
         held = [file.lease() for file in self._files]
         return all(held)
 
-    def check_supported(self, name: str) -> None:
-        """Raises CheckpointError, naming tensor and type, for one that `tensor` cannot give."""
+    def check_supported(self, name: str, types: Collection[str] = SUPPORTED, convertible: bool = True) -> None:
+        """Raises CheckpointError, naming tensor and type, for one of none of the types: `tensor` gives the default.
+
+        convertible: whether `penstock convert` knows the architecture of the file.
+        """
         info = self.info(name)
-        if info.type not in SUPPORTED:
-            hint = "llama-quantize --allow-requantize writes the file again in one of these"
-            self._refuse(name, f"has type {info.type}, expected one of {', '.join(SUPPORTED)}: {hint}")
+        if info.type in types:
+            return
+        hint = "llama-quantize --allow-requantize writes the file again in one of these"
+        if info.type in CONVERTED and convertible:
+            hint = f"penstock convert --model {shlex.quote(str(self.path))} --requantize makes a folder that loads"
+        self._refuse(name, f"has type {info.type}, expected one of {', '.join(types)}: {hint}")
 
     def tensor(self, name: str) -> np.ndarray | QuantizedTensor:
         """A tensor: a read-only view of the file if it is dense or a GgufTensor, else codes in memory of their own.

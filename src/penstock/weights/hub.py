@@ -63,8 +63,8 @@ def download_gguf(
 ) -> Path:
     """The GGUF file of a hub model whose name says `type` (Q8_0; capitals do not count), after a download if needed.
 
-    Of several the one with the shortest name. Raises CheckpointError for a type that is known and cannot be run, for
-    one that no file has, for a file in parts, and as `download`.
+    Of several the one with the shortest name, of one in parts all, and the path of the first. Raises CheckpointError
+    for a type that is known and cannot be run, for one that no file has, for a part that is missing, and as `download`.
     """
     from huggingface_hub import constants
 
@@ -80,22 +80,25 @@ def download_gguf(
             f"{id}: no GGUF file of type {short(type)}, expected one of those {where}: {have or 'none'}"
         )
     name = min(found, key=lambda name: (len(name), name))
-    if re.search(r"-\d{5}-of-\d{5}\.gguf$", name):
-        raise CheckpointError(
-            f"{id}: {name} is a part of a model, expected one file: llama-gguf-split --merge joins them"
-        )
-    folder = _snapshot(id, revision, offline, quiet, "all", [name])
-    return folder / name
+    parts = [name]
+    if (spelled := re.fullmatch(r"(.+)-\d{5}-of-(?!0{5})(\d{5})\.gguf", name)) is not None:
+        parts = [f"{spelled[1]}-{n:05}-of-{spelled[2]}.gguf" for n in range(1, int(spelled[2]) + 1)]
+        if missing := sorted({*parts} - {*names}):
+            raise CheckpointError(f"{id}: has no {missing[0]}, expected all {len(parts)} parts of {parts[0]}")
+    folder = _snapshot(id, revision, offline, quiet, "all", parts)
+    return folder / parts[0]
 
 
 def _check_type(id: str, type: str) -> None:
     """Refuse a type whose blocks cannot be read before gigabytes of it come."""
-    from penstock.weights.gguf import KNOWN, SUPPORTED
+    from penstock.weights.gguf import CONVERTED, KNOWN, SUPPORTED
 
     name = type.upper()
     base = name if name in KNOWN else _MIXES.sub("", name)
     if base in KNOWN and base not in SUPPORTED:
-        raise CheckpointError(f"{id}: GGUF type {short(type)} cannot be run, expected one of {', '.join(SUPPORTED)}")
+        hint = "; of a file of it, penstock convert --requantize makes a folder that loads" if base in CONVERTED else ""
+        found = f"{id}: GGUF type {short(type)} cannot be run"
+        raise CheckpointError(f"{found}, expected one of {', '.join(SUPPORTED)}{hint}")
 
 
 def _gguf_names(id: str, revision: str | None, offline: bool) -> list[str]:
