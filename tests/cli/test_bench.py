@@ -236,6 +236,12 @@ def test_bench_measures_the_demo_model_if_none_is_named(capsys):
         (("-r", "0"), "Invalid value for '-r'"),
         (("-ngl", "20"), "-ngl: is '20', expected 0 (--device cpu), or auto, all, 99"),
         (("-ot", "exps=CPU"), "-ot: not supported by penstock yet; --expert-cache"),
+        (("--speculate", "8"), "--speculate: is '8', expected 1 to 7 or off, auto, mtp, ngram, draft"),
+        (("--speculate", "3", "--num-draft-tokens", "2"), "--num-draft-tokens: expected without --speculate 3"),
+        (("--random", "r", "--draft-model", "m"), "--draft-model: expected with a stored model"),
+        (("--random", "r", "--speculate", "draft"), "--draft-model: expected with a stored model"),
+        (("--acceptance", "0.5"), "--acceptance: expected together with --speculate N"),
+        (("--speculate", "3", "--acceptance", "0.5,1.2"), "--acceptance: is '0.5,1.2', expected numbers from 0 to 1"),
     ],
 )
 def test_bench_wrong_usage_is_status_2(capsys, arguments, message):
@@ -519,6 +525,17 @@ def test_benchmark_failures_are_one_line(capsys, arguments, status, message):
     shown = call(capsys, "benchmark", *arguments)
     assert (shown.status, shown.out, shown.err.count("\n")) == (status, "", 1)
     assert shown.err.startswith(f"penstock: error: {message}")
+
+
+def test_bench_rows_say_what_was_drafted(capsys):
+    arguments = *"-p 4 -n 24 -r 2 --speculate 3 --acceptance 1,0.5,0".split(), "--device", "cpu"
+    prompt, answer = json.loads(call(capsys, "bench", *arguments, "-o", "json").out)
+    assert (answer["speculate"], answer["acceptance"]) == ("mtp", [1, 0.5, 0]) and prompt["draft_n"] == 0
+    assert answer["drafts_per_step"] > 2.5  # few steps end an answer, and may have no room for three
+    assert 0.33 < answer["draft_n_accepted"] / answer["draft_n"] < 0.67
+    heading, _, _, row, *_ = call(capsys, "bench", *arguments).out.splitlines()
+    shown = dict(zip(*([cell.strip() for cell in line.split("|")] for line in (heading, row)), strict=True))
+    assert float(shown["drafts"]) > 2.5 and shown["accepted"].endswith("%")
 
 
 def test_bench_times_no_capture(monkeypatch):

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from penstock.api import LLM
     from penstock.engine.cache import Caches, Sequence, Snapshot
     from penstock.engine.engine import Engine
-    from penstock.engine.metrics import SchedulerMetrics
     from penstock.engine.request import Request
     from penstock.engine.response import ResponseHandle
     from penstock.engine.scheduler import Continued, Scheduler
@@ -57,7 +56,7 @@ class BenchModel(NamedModel):
             "--speculate",
             metavar="N|KIND",
             rich_help_panel=DRAFTS,
-            help="N drafts in every step, or off, auto, mtp, ngram: as many as the gate takes.",
+            help="N drafts in every step, or off, auto, mtp, ngram, draft: as many as the gate takes.",
         ),
     ] = "off"
 
@@ -123,7 +122,8 @@ def bench(
     first token, answers from the moment when each has its first token to the end of all. GB/s are the weights that a
     token needs, "of read" (on a GPU "of copy") is their share of what this machine's memory gave to a plain read (a
     copy) in the same minute. "first ms" is the time from a prompt to its first token; "host us" what a step on a GPU
-    costs the host. Programs are compiled and captured before, and the time for it is printed at the end.
+    costs the host; "drafts" how many a step had of an answer, and "accepted" their share that counted. Programs are
+    compiled and captured before, and the time for it is printed at the end.
 
     \b
     Examples:
@@ -134,6 +134,10 @@ def bench(
       penstock bench --random qwen3.6-35b-a3b -p 0 --speculate 2 --acceptance .8
     """
     drafting = Drafting.of(model.speculate, acceptance)
+    if drafting.count is not None and model.num_draft_tokens is not None:
+        raise UsageError(f"--num-draft-tokens: expected without --speculate {model.speculate}, which says how many")
+    if random is not None and (model.draft_model is not None or drafting.kind == "draft"):
+        raise UsageError("--draft-model: expected with a stored model; random weights have their own head alone")
     model = replace(model, speculate=drafting.kind)
     if random is None:
         model.follow()
@@ -160,7 +164,9 @@ def bench(
         name, llm = _made_up(model, random, layers, tests, counts[0])
     drafting.check(llm.engine)
     llm.engine.allocate_for([(test.batch, test.positions) for test in tests])
-    printer = _PRINTERS[output](name, llm.engine.device.name, any(test.batch > 1 for test in tests))
+    more = ["batch"] if any(test.batch > 1 for test in tests) else []
+    more += ["drafts", "accepted"] if drafting.kind != "off" else []
+    printer = _PRINTERS[output](name, llm.engine.device.name, more)
     for count in counts:
         with _threads(llm.engine.device, count) as used:
             for row in measured(llm, name, tests, repetitions, used, drafting):
@@ -223,7 +229,7 @@ class Drafting:
         if acceptance is None:
             return cls("mtp", int(speculate)) if number else cls(speculate)
         if speculate == "off":
-            raise UsageError("--acceptance: expected together with --speculate N, auto, mtp or ngram")
+            raise UsageError("--acceptance: expected together with --speculate N, auto, mtp, ngram or draft")
         try:
             chances = tuple(float(part) for part in acceptance.split(","))
         except ValueError:
@@ -334,6 +340,11 @@ class Row:
     host_us: float | None  # a decode step's work on the host while a GPU is at it; the launch is part of it
     prepare_s: float  # compiling and capturing before
     compile_seconds: float  # of that, and on the CPU: for kernels that this machine had not compiled before
+    speculate: str  # what drafts came from
+    acceptance: list[float] | None  # made up
+    draft_n: int  # drafts that were verified, of all repetitions
+    draft_n_accepted: int
+    drafts_per_step: float | None  # of an answer, as many as the gate took
 
 
 def measured(
@@ -363,7 +374,7 @@ def measured(
             times.compiled, loaded = times.compiled + loaded, 0.0
             if engine.device.samples_tokens:
                 times.prepare, opening = times.prepare + opening, 0.0
-            yield _row(llm, name, test, threads, times)
+            yield _row(llm, name, test, threads, times, drafting or Drafting())
 
 
 @dataclass
@@ -374,13 +385,16 @@ class Times:
     first: list[float] = field(default_factory=list)  # from a prompt to its first token
     written: list[float] = field(default_factory=list)  # seconds of the answers alone, behind their first tokens
     host: list[float] = field(default_factory=list)  # of a step, mean of a repetition, where the device draws
+    drafts: list[int] = field(default_factory=list)  # that were verified
+    accepted: list[int] = field(default_factory=list)  # of them
+    turns: list[int] = field(default_factory=list)  # answers of all steps
     rates: list[float] = field(default_factory=list)  # bandwidths before and after, GB/s
     prepare: float = 0.0
     compiled: float = 0.0
 
     def add(self, run: "Times") -> None:
         """Another repetition."""
-        for name in ("seconds", "first", "written", "host"):
+        for name in ("seconds", "first", "written", "host", "drafts", "accepted", "turns"):
             getattr(self, name).extend(getattr(run, name))
 
 
@@ -466,8 +480,8 @@ class Requests:
         handles = [self._scheduler.submit(request, continued=continued) for request in requests]
         try:
             self._read_prompts(handles)
-            first = compile_progress.clock()
-            host, steps = host_time(self._scheduler.metrics())
+            first, before = compile_progress.clock(), self._scheduler.metrics()
+            accepted = sum(handle.timings.draft_n_accepted for handle in handles)
             if test.prompt:
                 times.first.append(first - begin)
             else:
@@ -480,9 +494,12 @@ class Requests:
             share = test.batch * generation / tokens  # a step under way at the beginning gives some a token more
             times.seconds.append((end - begin) * share)
             times.written.append((end - first) * share)
+            after = self._scheduler.metrics()
+            times.drafts.append(after.draft_tokens - before.draft_tokens)
+            times.accepted.append(sum(handle.timings.draft_n_accepted for handle in handles) - accepted)
+            times.turns.append(after.decode_rows - before.decode_rows)
             if self.engine.device.samples_tokens:
-                host_after, steps_after = host_time(self._scheduler.metrics())
-                times.host.append((host_after - host) / (steps_after - steps))
+                times.host.append((after.host_seconds - before.host_seconds) / (after.steps - before.steps))
         finally:
             for handle in handles:
                 handle.cancel()
@@ -541,12 +558,7 @@ def _written(handles: "list[ResponseHandle]", count: int) -> int:
     return sum(counts)
 
 
-def host_time(metrics: "SchedulerMetrics") -> tuple[float, int]:
-    """Seconds that the host has spent on steps so far, and how many there were."""
-    return metrics.host_seconds, metrics.steps
-
-
-def _row(llm: "LLM", name: str, test: Test, threads: int, times: Times) -> Row:
+def _row(llm: "LLM", name: str, test: Test, threads: int, times: Times, drafting: Drafting) -> Row:
     from penstock.analysis.weights import Sum, active_bytes, distinct
 
     model = llm.engine.model
@@ -584,6 +596,11 @@ def _row(llm: "LLM", name: str, test: Test, threads: int, times: Times) -> Row:
         host_us=statistics.median(times.host) * 1e6 if times.host else None,
         prepare_s=times.prepare,
         compile_seconds=times.compiled,
+        speculate=drafting.kind,
+        acceptance=None if drafting.acceptance is None else list(drafting.acceptance),
+        draft_n=sum(times.drafts),
+        draft_n_accepted=sum(times.accepted),
+        drafts_per_step=sum(times.drafts) / sum(times.turns) if sum(times.turns) and drafting.kind != "off" else None,
     )
 
 
@@ -669,6 +686,7 @@ def _made_up(
             on_device=True,
             cache_memory=model.memory,
             speculate=model.speculate,
+            num_draft_tokens=model.num_draft_tokens,
             **model.rank_arguments(),
         )
     return name, llm
@@ -717,10 +735,12 @@ def layer_count(text: str | None) -> int | Literal["all"] | None:
 class _Markdown:
     """A table as llama-bench prints it, row by row."""
 
-    def __init__(self, name: str, device: str, batches: bool) -> None:
+    def __init__(self, name: str, device: str, more: list[str]) -> None:
         self._columns = {"model": max(20, len(name)), "size": 11, "params": 10, "backend": 9, "threads": 7}
-        self._columns |= {"batch": 5} if batches else {}
-        self._columns |= {"test": 17, "t/s": 17, "first ms": 8, "GB/s": 6}
+        self._columns |= {"batch": 5} if "batch" in more else {}
+        self._columns |= {"test": 17, "t/s": 17}
+        self._columns |= {name: len(name) for name in ("drafts", "accepted") if name in more}
+        self._columns |= {"first ms": 8, "GB/s": 6}
         self._columns |= {"of copy": 7, "host us": 7} if device == "cuda" else {"of read": 7}
         self._started = False
         self._prepared = self._compiled = 0.0
@@ -741,6 +761,8 @@ class _Markdown:
             "batch": str(row.batch_size),
             "test": row.test,
             "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
+            "drafts": "" if row.drafts_per_step is None else f"{row.drafts_per_step:.2f}",
+            "accepted": f"{row.draft_n_accepted / row.draft_n:.0%}" if row.draft_n else "",
             "GB/s": "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}",
             "of read": share,
             "of copy": share,
@@ -768,7 +790,7 @@ class _Markdown:
 class _Json:
     """All rows as one list."""
 
-    def __init__(self, name: str, device: str, batches: bool) -> None:
+    def __init__(self, name: str, device: str, more: list[str]) -> None:
         self._rows: list[dict[str, Any]] = []
 
     def row(self, row: Row) -> None:
@@ -781,7 +803,7 @@ class _Json:
 class _JsonLines:
     """A row per line."""
 
-    def __init__(self, name: str, device: str, batches: bool) -> None:
+    def __init__(self, name: str, device: str, more: list[str]) -> None:
         pass
 
     def row(self, row: Row) -> None:
@@ -794,7 +816,7 @@ class _JsonLines:
 class _Csv:
     """A heading and a row per line; the samples are left to JSON."""
 
-    def __init__(self, name: str, device: str, batches: bool) -> None:
+    def __init__(self, name: str, device: str, more: list[str]) -> None:
         names = [field.name for field in fields(Row) if not field.name.startswith("samples")]
         self._writer = csv.DictWriter(sys.stdout, names, extrasaction="ignore", lineterminator="\n")
         self._writer.writeheader()
