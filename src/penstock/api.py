@@ -776,7 +776,7 @@ def _load(
 
 def _drafts_alone(drafter: ResolvedModel, trunk: ResolvedModel, speculate: str) -> bool:
     """Whether what `draft_model` names is a model by itself, not a folder with the head of the trunk. A folder of the
-    trunk's own shapes that may have both has the head, unless a model is asked for; one without a tokenizer has a head.
+    trunk's own shapes that has both gives the head, unless a model is asked for; one without a tokenizer has a head.
     """
     if drafter.kind == "gguf":
         return True
@@ -786,15 +786,16 @@ def _drafts_alone(drafter: ResolvedModel, trunk: ResolvedModel, speculate: str) 
         return False
     if speculate == "draft" or trunk.kind == "gguf":
         return True
-    config = trunk.read_config()
-    family = models.family_of(config)
-    if raw.get("model_type") not in family.model_types:
+    family = models.family_of(trunk.read_config())
+    config = family.read_config(trunk.read_config())
+    if raw.get("model_type") not in family.model_types or mtp.rules_of(family, config) is None:
         return True
     try:
-        mtp.check_trunk(family.read_config(raw), family.read_config(config), str(drafter.config_path))
+        own = family.read_config(raw)
+        mtp.check_trunk(own, config, str(drafter.config_path))
     except CheckpointError:
         return True
-    return False
+    return mtp.find(Checkpoint.open(drafter.path), family, own) is None
 
 
 def _read_draft_model(

@@ -21,7 +21,9 @@ from penstock.engine.speculate import StepCosts
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.text.tokenizer import Tokenizer
 from tests.engine.capturing import CapturingHost
-from tests.models.common import moe_config, some_tokens
+from tests.models.common import VOCAB, moe_config, some_tokens
+from tests.models.made import make
+from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_llama import CONFIGS as LLAMA
 
 DEMO = Path(penstock.__file__).parent / "demo" / "model"
@@ -95,6 +97,21 @@ def test_an_equal_model_has_all_its_drafts_accepted(tokenizer: Tokenizer) -> Non
             done = llm.generate(prompt, max_tokens=30, num_draft_tokens=4, **options)
             places = done.timings.draft_places  # of those behind an answer's end nothing is known
             assert len(places) == 4 and all(tries == accepted > 0 for tries, accepted in places)
+
+
+def test_tokens_that_the_draft_model_has_no_embedding_of_are_no_error(tokenizer: Tokenizer) -> None:
+    """Of models of one tokenizer some have more rows than it has tokens."""
+    own = load_random(moe_config(vocab_size=VOCAB + 70), device="cpu", max_context=300).engine
+    second = load_random(moe_config(), device="cpu", max_context=300, seed=1, speculate="off").engine
+    drafter = DraftModel(second, own.model.config.vocab_size)
+    options: dict[str, Any] = {"activations": own.activations, "max_context": 300, "drafts": 7, "speculate": "draft"}
+    llm = LLM(Engine(own.model, draft_model=drafter, **options), tokenizer, None, ())
+    prompts = [[5, VOCAB + 69, 3], [VOCAB + 1, 6] * 30]
+    make: Callable[..., Any] = functools.partial(llm.generate, prompts, max_tokens=24, temperature=1.5)
+    want, found = make(speculate="off", seed=2), make(seed=2)
+    assert any(token >= VOCAB for done in want for token in done.tokens)
+    assert [done.tokens for done in found] == [done.tokens for done in want]
+    assert all(done.timings.draft_n for done in found)
 
 
 def test_a_draft_model_works_beside_a_device_that_draws(tokenizer: Tokenizer, mistaken: None) -> None:
@@ -179,6 +196,20 @@ def test_a_folder_is_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
     want = llm.generate("The king and the fox", max_tokens=24, temperature=0.8, seed=1, speculate="off")
     done = llm.generate("The king and the fox", max_tokens=24, temperature=0.8, seed=1)
     assert done.text == want.text and done.timings.draft_n_accepted == done.timings.draft_n > 0
+
+
+def test_a_folder_of_the_models_own_shapes_without_a_head_is_a_draft_model(tmp_path: Path) -> None:
+    """Such as the same model in fewer bits."""
+    same = tmp_path / "same"
+    shutil.copytree(DEMO, same, ignore=shutil.ignore_patterns("mtp.safetensors"))
+    headless = make(tmp_path / "headless", GEMMA["moe"], {}, count=8).folder
+    for model, drafter in ((None, same), (headless, headless)):
+        engine = penstock.load(model, device="cpu", max_context=64, draft_model=drafter).engine
+        assert engine.draft_model is not None and engine.speculating()[0] == "draft"
+    engine = penstock.load(same, device="cpu", max_context=64, draft_model=DEMO).engine
+    assert engine.draft_model is None and engine.speculating()[0] == "mtp"
+    with pytest.raises(CheckpointError, match="same: has no head that drafts"):
+        penstock.load(device="cpu", speculate="mtp", draft_model=same)
 
 
 def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:

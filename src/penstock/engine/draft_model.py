@@ -96,7 +96,7 @@ class DraftModel:
     def _step(self, followers: list[_Follower], fed: list[list[int]]) -> np.ndarray | None:
         """Logits after these tokens, which the followers then hold; None if there is no memory for them."""
         runs = [
-            Run(own.sequence, np.array(tokens, np.int32), prompt=len(tokens) > 1)
+            Run(own.sequence, self._ids(tokens), prompt=len(tokens) > 1)
             for own, tokens in zip(followers, fed, strict=True)
         ]
         try:
@@ -106,6 +106,14 @@ class DraftModel:
         for own, tokens in zip(followers, fed, strict=True):
             own.tokens += tokens
         return rows
+
+    def _ids(self, tokens: Seq[int]) -> np.ndarray:
+        """Tokens as the draft model reads them: in place of those that the other model alone has an embedding of,
+        behind the vocabulary of both, the first one.
+        """
+        ids = np.array(tokens, np.int32)
+        ids[ids >= self.engine.model.config.vocab_size] = 0
+        return ids
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -119,7 +127,7 @@ class DraftModel:
             self._followers[one.sequence] = own = self._going_back(own, known)
             missing = one.text[len(own.tokens) :]
             if len(missing) > _AT_ONCE:
-                self.engine.prefill(own.sequence, missing[:-1])
+                self.engine.prefill(own.sequence, self._ids(missing[:-1]).tolist())
                 own.tokens = known
         except OutOfMemory:
             own = self._followers.pop(one.sequence, None)
