@@ -3,7 +3,7 @@
 import functools
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from penstock.engine.steps import Run
 from penstock.errors import DTypeError, InvalidArgument
 from penstock.text.tokenizer import Tokenizer
 from tests.engine.capturing import CapturingHost
-from tests.models.common import VOCAB, moe_config, small_config, some_tokens, write_model
+from tests.models.common import VOCAB, moe_config, small_config, some_tokens, trained, write_model
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_llama import CONFIGS as LLAMA
@@ -542,16 +542,28 @@ def test_rows_of_a_verified_run_have_the_bits_of_single_steps_in_bfloat16() -> N
         engine.accept(together, count)
 
 
-@pytest.mark.slow
-def test_a_thousand_texts_are_the_same() -> None:
-    """Prompts, seeds and temperatures on the demo model, with its head and with n-grams, many at a time."""
-    llm = penstock.load(device="cpu")
+def check_thousand_texts(llm: LLM, kinds: Sequence[str]) -> None:
+    """Prompts, seeds, temperatures and truncations, many at a time."""
     tale = (Path(penstock.__file__).parent / "demo" / "tale.txt").read_text()
     starts = np.random.default_rng(0).integers(0, len(tale) - 400, 250).tolist()
-    for number, temperature in enumerate((0.0, 0.5, 0.8, 1.2)):
+    draws: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02}]
+    for number, draw in enumerate([*draws, {"temperature": 1.2, "top_k": 50}]):
         for first in range(0, len(starts), 25):
             prompts = [tale[start : start + 40 + start % 350] for start in starts[first : first + 25]]
-            options = {"max_tokens": 24, "temperature": temperature, "seed": 1000 * number + first}
+            options = {"max_tokens": 24, "seed": 1000 * number + first, **draw}
             want = [done.tokens for done in llm.generate(prompts, speculate="off", **options)]
-            for kind in ("mtp", "ngram"):
-                assert [done.tokens for done in llm.generate(prompts, speculate=kind, **options)] == want
+            for kind in kinds:
+                found = llm.generate(prompts, speculate=kind, **options)
+                assert [done.tokens for done in found] == want
+                assert kind != "mtp" or any(done.timings.draft_n_accepted for done in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, "tiny-qwen3.5-moe", "tiny-deepseek-v3", "tiny-gemma4-moe"])
+def test_a_thousand_texts_are_the_same(name: str | None, eager: None) -> None:
+    """The demo model and, where TRAINED_MODELS names a folder of them, trained ones, with their heads and n-grams."""
+    folder = trained(name) if name is not None else None
+    head = None if folder is None else folder.with_name(f"{name}-mtp")
+    head = None if head is None or not head.is_dir() else head
+    with penstock.load(folder, device="cpu", draft_model=None if head is None else str(head)) as llm:
+        check_thousand_texts(llm, ["ngram", *(["mtp"] if llm.engine.drafter is not None else [])])

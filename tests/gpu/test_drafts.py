@@ -18,7 +18,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculate import StepCosts
 from penstock.engine.steps import Run
 from penstock.models.split import Mesh
-from tests.engine.test_speculate import HEADS
+from tests.engine.test_speculate import HEADS, check_thousand_texts
 from tests.models.common import error, small_config, some_tokens
 from tests.models.made import decoded
 from tests.parallel.streamed import TurnGroup, Turns
@@ -175,6 +175,12 @@ def test_cuda_text_and_states(family: str, drafts: int) -> None:
         for count in (1, 5):
             check_text(llm, prompts[:count], 40, drafts, **options)
     check_accepted(llm, some_tokens(250), 60, (*[1.0] * (drafts - 1), 0.0))
+
+
+@pytest.mark.cuda
+def test_cuda_a_thousand_texts_are_the_same() -> None:
+    with penstock.load(device="cuda", deterministic=True) as llm:
+        check_thousand_texts(llm, ["mtp", "ngram"])
 
 
 @pytest.mark.cuda

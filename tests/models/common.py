@@ -5,6 +5,7 @@ that a layer does not amplify the rounding of the one before it.
 """
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import tokenizers
 from safetensors.numpy import save_file
 
@@ -289,6 +291,14 @@ def write_tokens_beyond(folder: Path) -> Path:
     backend.add_special_tokens(["<|image|>", "<|sound|>"])
     backend.save(str(path))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 261]}))
+    return folder
+
+
+def trained(name: str) -> Path:
+    """A trained model of the folder that TRAINED_MODELS names; the test is skipped where it is not there."""
+    folder = Path(os.environ.get("TRAINED_MODELS") or "/nonexistent") / name
+    if not folder.is_dir():
+        pytest.skip(f"TRAINED_MODELS names no folder with {name}")
     return folder
 
 

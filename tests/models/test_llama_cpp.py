@@ -19,7 +19,7 @@ import penstock
 from penstock.cli.main import run
 from penstock.weights.gguf import GgufFile
 from tests.models import gguf_files
-from tests.models.common import error, some_tokens
+from tests.models.common import error, some_tokens, trained
 from tests.models.gguf_files import MODELS, mixed, rounded, stored, tensors_of, write, write_file
 from tests.models.test_gguf_architectures import of_file, open_gguf, tokenizer_keys
 
@@ -64,13 +64,6 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str, monkeypatch: p
 
 
 # -- trained models --------------------------------------------------------------------------------------------------
-
-
-def trained(name: str) -> Path:
-    folder = Path(os.environ.get("TRAINED_MODELS") or "/nonexistent") / name
-    if not folder.is_dir():
-        pytest.skip(f"TRAINED_MODELS names no folder with {name}")
-    return folder
 
 
 def released_weights(folder: Path) -> dict[str, np.ndarray]:
