@@ -6,8 +6,8 @@ decides about time alone.
 
 The gate compares what steps take (the lower quartile of the latest by their number of tokens) with what drafts bring
 (moving averages of how often they were accepted, by request and by what they come from), and takes as many as make
-tokens come soonest, none where that is best. Where it takes none it tries some in one step of `PROBE`, and the other
-way around.
+tokens come soonest, none where that is best: a model's until they seem to lose a few percent, then until they seem to
+gain as much. Where it takes none it tries some in one step of `PROBE`, and the other way around.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _END = -1  # between texts
 _RECENT = 1 << 16  # tokens of answers that are remembered, at the least
 _SEEN = 32  # tokens up to which a match is measured
 GAIN = 1.04  # what drafts, or another number of them, have to bring at the least, as a factor
+_KEEP = 0.96  # and those of a model until they did not: how many are accepted is known to a few percent
 
 
 def check_speculate(where: str, kind: object, drafts: object = None) -> None:
@@ -306,15 +307,18 @@ class Proposal:
     tokens: list[int]
 
 
-def choose(chances: Sequence[Sequence[float]], cost: StepCosts, room: int, each: float = 0.0) -> list[int]:
+def choose(
+    chances: Sequence[Sequence[float]], cost: StepCosts, room: int, each: float = 0.0, least: float = GAIN
+) -> list[int]:
     """How many drafts to take of each answer, of which the first n are accepted with chances[i][n − 1].
 
     room: tokens of the step beside one of each answer. each: seconds that drafting takes, for as many as the answer
-    with the most has. The most likely ones first, as many as make the most tokens in a second.
+    with the most has. The most likely ones first, as many as make the most tokens in a second, and more than none do
+    by the factor `least`.
     """
     ranked = sorted(((-chance, place, i) for i, own in enumerate(chances) for place, chance in enumerate(own)))[:room]
     answers = len(chances)
-    best, rate, gain, longest = 0, GAIN * answers / cost(answers), float(answers), 0
+    best, rate, gain, longest = 0, least * answers / cost(answers), float(answers), 0
     for taken, (chance, place, _) in enumerate(ranked, 1):
         gain, longest = gain - chance, max(longest, place + 1)
         found = gain / (cost(answers + taken) + each * longest)
@@ -347,6 +351,7 @@ class Speculation:
     most: int
     acceptance: Acceptance
     fixed: bool = False  # every step has as many drafts as it can
+    pays: bool = True  # a model's drafts did not seem to be slower than none yet, or brought `GAIN` since
     text: TokenIndex = field(default_factory=TokenIndex)
     tokens: list[int] = field(default_factory=list)  # of the same text, for a second model
     _watched: tuple[Group, list[int]] | None = None  # drafts that were not taken
@@ -356,6 +361,13 @@ class Speculation:
     def by_model(self) -> bool:
         """Whether a model drafts, so that the drafts are not known before they are wanted."""
         return self.kind != "ngram"
+
+    @property
+    def least(self) -> float:
+        """What drafts have to bring to be taken. A model's are seen where they are taken alone: what is known of those
+        that are not, for being a little unlucky, would stay as it is.
+        """
+        return _KEEP if self.by_model and self.pays else GAIN
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Tokens that have come, of the prompt or of the answer. Drafts that were not taken tell as much as others."""
@@ -436,7 +448,7 @@ class Speculator:
         if proposal is None:
             return False
         each = 0.0 if proposal.tokens else self.seconds_each
-        return choose([proposal.chances], self.costs, MOST_DRAFTS, each)[0] > 0
+        return choose([proposal.chances], self.costs, MOST_DRAFTS, each, speculation.least)[0] > 0
 
     def rests(self, answers: Sequence[Speculation | None]) -> bool:
         """Whether the next step of these answers has no drafts, since those of a model did not pay just now. Asked once
@@ -463,8 +475,13 @@ class Speculator:
             return found
         models = [n for n, one in enumerate(found) if one is not None and not one.tokens]
         each = self.seconds_each if models else 0.0
-        counts = choose([[] if one is None else one.chances for one in found], self.costs, room, each)
-        if not self.costs.known(len(answers)):  # what a step without a head's drafts takes is measured first
+        asking = [one for (one, _), own in zip(answers, found, strict=True) if one is not None and own is not None]
+        least = max(one.least for one in asking)
+        counts = choose([[] if one is None else one.chances for one in found], self.costs, room, each, least)
+        if self.costs.known(len(answers)):
+            for one in asking:
+                one.pays = any(counts)
+        else:  # what a step without a head's drafts takes is measured first
             heads = [one is not None and one.group == "mtp" for one in found]
             counts = [0 if head else count for head, count in zip(heads, counts, strict=True)]
         counts = self._tried(counts, found, room)
