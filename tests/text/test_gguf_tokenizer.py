@@ -223,7 +223,8 @@ def test_a_word_that_is_a_token_needs_no_merges_where_the_kind_says_so(tmp_path)
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "word", "<|bos|>"]
     values = {"model": "gpt2", "tokens": tokens, "merges": ["w o"], "bos_token_id": 257}
     values["tokens"] = tokens = [*tokens, "wo"]
-    for pre, want in (("llama-bpe", [257, 256]), ("gpt-2", [258, tokens.index("r"), tokens.index("d")])):
+    merged = [258, tokens.index("r"), tokens.index("d")]
+    for pre, want in (("llama-bpe", [257, 256]), ("glm4", [256]), ("chatglm-bpe", merged), ("gpt-2", merged)):
         assert gguf_tokenizer(write(tmp_path / "x.gguf", values | {"pre": pre})).encode("word") == want
 
 
@@ -231,12 +232,13 @@ def test_names_of_one_way_to_cut_words_are_alike():
     for alike in (
         ("llama-bpe", "lfm2", "llama3", "pixtral"),
         ("gpt-4o", "minimax-m2", "llama4"),
-        ("glm4", "chatglm-bpe", "smaug-bpe"),
+        ("chatglm-bpe", "smaug-bpe"),
         ("smollm", "starcoder"),
         ("deepseek-v3", "joyai-llm"),
     ):
         assert len({PRE[name] for name in alike}) == 1
-    assert PRE["glm4"].patterns == PRE["llama-bpe"].patterns and not PRE["glm4"].ignore_merges
+    assert PRE["glm4"].patterns == PRE["chatglm-bpe"].patterns == PRE["llama-bpe"].patterns
+    assert not PRE["chatglm-bpe"].ignore_merges and not PRE["glm4"].add_bos
 
 
 # SentencePiece
