@@ -78,7 +78,7 @@ def test_logits_of_blocks_are_those_of_their_numbers(tmp_path: Path, name: str) 
 
 
 STREAMED = ("qwen35moe", "gemma4", "deepseek2", "gpt-oss", "glm4moe", "minimax-m2", "lfm2moe")
-STREAMED += ("kimi-linear", "mistral4")
+STREAMED += ("kimi-linear", "mistral4", "llama experts")
 
 
 @pytest.mark.parametrize("name", some(STREAMED, ("gemma4", "gpt-oss")))
@@ -262,8 +262,9 @@ def test_every_verb_names_a_tensor_that_is_missing(
         ("mistral4", {"expert_gating_func": 2}, "mistral4.expert_gating_func is 2, expected 1 (softmax)"),
         ("mistral4", {"attention__temperature_length": 8}, "mistral4.attention.temperature_length is 8, expected 16"),
         ("mistral4", {"expert_group_count": 2}, "n_group is 2, expected 1"),
+        ("mistral3 small", {"expert_count": 8}, "mistral3.expert_count is 8, expected no experts"),
     ],
-    ids=range(21),
+    ids=range(22),
 )
 def test_open_refuses_metadata_by_name(tmp_path: Path, name: str, changes: dict[str, Any], expected: str) -> None:
     path = write(tmp_path / "x.gguf", name, tensors=tensors_of(name), **changes)
