@@ -392,6 +392,27 @@ def test_eos_ids_are_those_of_the_file_and_ends_of_turns(tmp_path):
     assert gguf_tokenizer(write(tmp_path / "x.gguf", values)).eos_ids == frozenset()
 
 
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
+        ("<end_of_turn>", "<eos>"),
+        ("<turn|>", "<eos>", "<|tool_response>"),
+        ("[EOS]", "<|im_end|>", "[EOT]"),
+    ],
+    ids=["Llama 3", "Gemma 3", "Gemma 4", "Kimi K2"],
+)
+def test_eos_ids_have_the_ends_that_a_file_has_no_key_for(tmp_path, ends):
+    """Released models have them in a list, of which a file names the first."""
+    backend = trained("gpt-2")
+    values = metadata(backend, "gpt-2", eos_token_id=backend.get_vocab_size())
+    count = backend.get_vocab_size()
+    values["tokens"] = [*(f"no {t}" if t in SPECIAL else t for t in values["tokens"][:count]), *ends]
+    values["token_type"] = [*values["token_type"][:count], *[CONTROL] * len(ends)]
+    got = gguf_tokenizer(write(tmp_path / "x.gguf", values))
+    assert got.eos_ids == {count + n for n in range(len(ends))}
+
+
 def test_eos_ids_of_harmony_are_not_the_end_of_a_message(tmp_path):
     backend = trained("gpt-2")
     marks = ["<|return|>", "<|call|>", "<|channel|>"]

@@ -23,10 +23,10 @@ from penstock.weights.gguf import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
-# Control tokens that end a turn, for files that do not say which one does.
+# Control tokens that end a turn or a text, for files that do not say which one ends a turn; as llama.cpp knows them.
 _ENDS_OF_TURN = (
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"),
-    *("<|endoftext|>", "<EOT>", "<|eom_id|>"),
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "[EOT]"),
+    *("<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<EOT>", "<|eom_id|>"),
 )
 _ENDS_OF_HARMONY = ("<|return|>", "<|call|>", "<|endoftext|>")  # where <|end|> ends one message of several
 
