@@ -408,7 +408,8 @@ def test_eos_ids_have_the_ends_that_a_file_has_no_key_for(tmp_path, ends):
     values = metadata(backend, "gpt-2", eos_token_id=backend.get_vocab_size())
     count = backend.get_vocab_size()
     values["tokens"] = [*(f"no {t}" if t in SPECIAL else t for t in values["tokens"][:count]), *ends]
-    values["token_type"] = [*values["token_type"][:count], *[CONTROL] * len(ends)]
+    kinds = [USER_DEFINED if token == "<|tool_response>" else CONTROL for token in ends]  # Gemma's is to be shown
+    values["token_type"] = [*values["token_type"][:count], *kinds]
     got = gguf_tokenizer(write(tmp_path / "x.gguf", values))
     assert got.eos_ids == {count + n for n in range(len(ends))}
 

@@ -23,7 +23,7 @@ from penstock.weights.gguf import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
-# Control tokens that end a turn or a text, for files that do not say which one ends a turn; as llama.cpp knows them.
+# Added tokens that end a turn or a text, for files that do not say which one ends a turn; as llama.cpp knows them.
 _ENDS_OF_TURN = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "[EOT]"),
     *("<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<EOT>", "<|eom_id|>"),
@@ -102,7 +102,7 @@ class _Reader:
         special = {f"{n}_token": tokens[i] for n, i in named.items() if n in ("bos", "eos") and i is not None}
         return Tokenizer(
             backend,
-            eos_ids=self._ends(named, control, vocab, harmony_ends(backend)),
+            eos_ids=self._ends(named, [*control, *defined], vocab, harmony_ends(backend)),
             eos_id=named["eos"],
             bos_id=named["bos"],
             templates=self._templates(special),
@@ -228,14 +228,14 @@ class _Reader:
         return processors.TemplateProcessing(single, pair, list(added.values()))
 
     def _ends(
-        self, named: dict[str, int | None], control: Sequence[str], vocab: dict[str, int], harmony: frozenset[int]
+        self, named: dict[str, int | None], added: Sequence[str], vocab: dict[str, int], harmony: frozenset[int]
     ) -> set[int]:
         ends = {named[name] for name in ("eos", "eot", "eom")} - {None}
         if harmony:
             return (ends | harmony) - {vocab.get("<|end|>")}  # type: ignore[return-value]
         if named["eot"] is None:
-            marks = _ENDS_OF_HARMONY if "<|return|>" in control else _ENDS_OF_TURN
-            ends |= {vocab[token] for token in control if token in marks}
+            marks = _ENDS_OF_HARMONY if "<|return|>" in added else _ENDS_OF_TURN
+            ends |= {vocab[token] for token in added if token in marks}
         return ends  # type: ignore[return-value]
 
     def _templates(self, special: dict[str, str]) -> ChatTemplates | None:
