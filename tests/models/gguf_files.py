@@ -219,6 +219,8 @@ MODELS: dict[str, dict[str, Any]] = {
         | {"rope_theta": 50000.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
         | {"original_max_position_embeddings": 16},
     },
+    "llama experts": BASE
+    | {"model_type": "mixtral", "intermediate_size": 512, "num_local_experts": 7, "num_experts_per_tok": 3},
     "mistral3 small": BASE | {"model_type": "mistral", "intermediate_size": 512, "sliding_window": None},
     "lfm2moe": BASE
     | {
@@ -405,7 +407,7 @@ def _changed(config: Mapping[str, Any], path: str, array: np.ndarray) -> dict[st
         return {path: array + np.float32(1)}
     if "linear_attn." in path:
         return _delta_net(config, path, array)
-    if kind in ("llama", "ministral3", "mistral") and path.endswith(("q_proj", "k_proj")):
+    if kind in ("llama", "ministral3", "mistral", "mixtral") and path.endswith(("q_proj", "k_proj")):
         heads = config["num_attention_heads" if path.endswith("q_proj") else "num_key_value_heads"]
         return {path: array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)}
     if path.endswith("A_log"):

@@ -572,7 +572,7 @@ def test_a_bias_that_is_absent_is_zero(tmp_path):
         ({"rope__scaling__type": "longrope"}, "llama.rope.scaling.type is 'longrope', expected one of 'none'"),
         ({"rope__scaling__factor": -2.0}, "llama.rope.scaling.factor is -2.0"),
         ({"rope__scaling__attn_factor": 0.5}, "llama.rope.scaling.attn_factor is 0.5, expected 1.0"),
-        ({"expert_count": 8}, "llama.expert_count is 8, expected no experts"),
+        ({"expert_count": 8}, "llama.expert_used_count is missing, expected an integer"),
         ({"logit_scale": 0.5}, "llama.logit_scale is 0.5, expected 1.0, the only value"),
         ({"attention__causal": False}, "llama.attention.causal is False"),
         ({"attention__scale": 0.1}, "llama.attention.scale is 0.1, expected no such key"),

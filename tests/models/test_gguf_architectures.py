@@ -2,6 +2,8 @@
 
 import functools
 import re
+import tracemalloc
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from penstock.engine.engine import Engine, Model
 from penstock.errors import CheckpointError
 from penstock.models import family_of, replaced
 from penstock.models.gguf import GgufModel, GgufSource, open_gguf
+from penstock.models.gguf_keys import GgufKeys
 from penstock.models.layers import ExpertStack
 from penstock.models.split import Mesh, SplitSource
 from penstock.ops.device import device_for
@@ -75,7 +78,7 @@ def test_logits_of_blocks_are_those_of_their_numbers(tmp_path: Path, name: str) 
 
 
 STREAMED = ("qwen35moe", "gemma4", "deepseek2", "gpt-oss", "glm4moe", "minimax-m2", "lfm2moe")
-STREAMED += ("kimi-linear", "mistral4")
+STREAMED += ("kimi-linear", "mistral4", "llama experts")
 
 
 @pytest.mark.parametrize("name", some(STREAMED, ("gemma4", "gpt-oss")))
@@ -172,6 +175,12 @@ def test_what_is_copied_and_skipped_is_said(tmp_path: Path) -> None:
     assert model.nbytes == model.file.nbytes - (256 * 512 + 256) * 4
 
 
+def test_further_layers_may_be_counted_by_a_list(tmp_path: Path) -> None:
+    """As all numbers that are alike for all layers."""
+    model = open_gguf(write(tmp_path / "x.gguf", "qwen2moe", nextn_predict_layers=[0, 0]))
+    assert len(model.tensors) == len(model.file.tensors)
+
+
 def tokenizer_keys(pre: str = "qwen35") -> dict[str, Any]:
     tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", *(f"[PAD{n}]" for n in range(258, VOCAB))]
     kinds = [3, *[1] * 257, *[5] * (VOCAB - 258)]
@@ -253,14 +262,50 @@ def test_every_verb_names_a_tensor_that_is_missing(
         ("mistral4", {"expert_gating_func": 2}, "mistral4.expert_gating_func is 2, expected 1 (softmax)"),
         ("mistral4", {"attention__temperature_length": 8}, "mistral4.attention.temperature_length is 8, expected 16"),
         ("mistral4", {"expert_group_count": 2}, "n_group is 2, expected 1"),
+        ("mistral3 small", {"expert_count": 8}, "mistral3.expert_count is 8, expected no experts"),
     ],
-    ids=range(21),
+    ids=range(22),
 )
 def test_open_refuses_metadata_by_name(tmp_path: Path, name: str, changes: dict[str, Any], expected: str) -> None:
     path = write(tmp_path / "x.gguf", name, tensors=tensors_of(name), **changes)
     with pytest.raises(CheckpointError) as raised:
         open_gguf(path).read_config()
     assert str(raised.value).startswith(f"{path}: {expected}") and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("deepseek2", {"attention__kv_lora_rank": 1 << 30}, "kv_lora_rank is 1073741824, expected an integer"),
+        ("deepseek2", {"attention__head_count": 1 << 24}, "num_attention_heads is 16777216 and their width 96"),
+        ("mistral4", {"attention__key_length_mla": 1 << 30}, "num_attention_heads is 8 and their width 1073741824"),
+        ("kimi-linear", {"attention__key_length_mla": 1 << 30}, "num_attention_heads is 8 and their width 1073741824"),
+        ("kimi-linear", {"attention__kv_lora_rank": 1 << 30}, "kv_lora_rank is 1073741824, expected an integer"),
+        ("qwen3next", {"ssm__state_size": 1 << 28}, "heads of linear attention have 1073743360 channels, expected"),
+        ("lfm2", {"embedding_length": 1 << 31}, "heads have 268435456 rotary channels, expected at most 1048576"),
+    ],
+    ids=range(7),
+)
+def test_sizes_that_no_model_has_take_no_memory(
+    tmp_path: Path, name: str, changes: dict[str, Any], expected: str
+) -> None:
+    path = write(tmp_path / "x.gguf", name, tensors=tensors_of(name), **changes)
+    model = open_gguf(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            model.family.read_weights(model.source, model.read_config())
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    assert str(raised.value).startswith(f"{path}: {expected}")
+
+
+def test_numbers_beyond_float32_are_read_without_a_warning() -> None:
+    file: Any = SimpleNamespace(metadata={"lfm2.rope.freq_base": 1e300}, path="x.gguf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert GgufKeys(file, "lfm2").number("rope.freq_base") == 1e300
 
 
 def test_factors_of_gemma_4_that_are_no_share_are_refused(tmp_path: Path) -> None:

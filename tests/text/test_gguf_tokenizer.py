@@ -223,7 +223,8 @@ def test_a_word_that_is_a_token_needs_no_merges_where_the_kind_says_so(tmp_path)
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "word", "<|bos|>"]
     values = {"model": "gpt2", "tokens": tokens, "merges": ["w o"], "bos_token_id": 257}
     values["tokens"] = tokens = [*tokens, "wo"]
-    for pre, want in (("llama-bpe", [257, 256]), ("gpt-2", [258, tokens.index("r"), tokens.index("d")])):
+    merged = [258, tokens.index("r"), tokens.index("d")]
+    for pre, want in (("llama-bpe", [257, 256]), ("glm4", [256]), ("chatglm-bpe", merged), ("gpt-2", merged)):
         assert gguf_tokenizer(write(tmp_path / "x.gguf", values | {"pre": pre})).encode("word") == want
 
 
@@ -231,12 +232,13 @@ def test_names_of_one_way_to_cut_words_are_alike():
     for alike in (
         ("llama-bpe", "lfm2", "llama3", "pixtral"),
         ("gpt-4o", "minimax-m2", "llama4"),
-        ("glm4", "chatglm-bpe", "smaug-bpe"),
+        ("chatglm-bpe", "smaug-bpe"),
         ("smollm", "starcoder"),
         ("deepseek-v3", "joyai-llm"),
     ):
         assert len({PRE[name] for name in alike}) == 1
-    assert PRE["glm4"].patterns == PRE["llama-bpe"].patterns and not PRE["glm4"].ignore_merges
+    assert PRE["glm4"].patterns == PRE["chatglm-bpe"].patterns == PRE["llama-bpe"].patterns
+    assert not PRE["chatglm-bpe"].ignore_merges and not PRE["glm4"].add_bos
 
 
 # SentencePiece
@@ -388,6 +390,28 @@ def test_eos_ids_are_those_of_the_file_and_ends_of_turns(tmp_path):
     values = metadata(backend, "gpt-2", eos_token_id=None)
     values["token_type"] = [NORMAL] * len(values["tokens"])  # a word that looks like the end of a turn is none
     assert gguf_tokenizer(write(tmp_path / "x.gguf", values)).eos_ids == frozenset()
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
+        ("<end_of_turn>", "<eos>"),
+        ("<turn|>", "<eos>", "<|tool_response>"),
+        ("[EOS]", "<|im_end|>", "[EOT]"),
+    ],
+    ids=["Llama 3", "Gemma 3", "Gemma 4", "Kimi K2"],
+)
+def test_eos_ids_have_the_ends_that_a_file_has_no_key_for(tmp_path, ends):
+    """Released models have them in a list, of which a file names the first."""
+    backend = trained("gpt-2")
+    values = metadata(backend, "gpt-2", eos_token_id=backend.get_vocab_size())
+    count = backend.get_vocab_size()
+    values["tokens"] = [*(f"no {t}" if t in SPECIAL else t for t in values["tokens"][:count]), *ends]
+    kinds = [USER_DEFINED if token == "<|tool_response>" else CONTROL for token in ends]  # Gemma's is to be shown
+    values["token_type"] = [*values["token_type"][:count], *kinds]
+    got = gguf_tokenizer(write(tmp_path / "x.gguf", values))
+    assert got.eos_ids == {count + n for n in range(len(ends))}
 
 
 def test_eos_ids_of_harmony_are_not_the_end_of_a_message(tmp_path):

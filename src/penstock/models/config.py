@@ -10,6 +10,7 @@ from penstock.errors import CheckpointError, InvalidArgument
 
 _MISSING: Any = object()
 _LARGEST = 1 << 31  # sizes, counts and positions are int32 in kernels
+MOST_ROWS = 1 << 20  # of what is made by the config alone, before a tensor is looked at: orders of rows, frequencies
 
 
 class Fields:

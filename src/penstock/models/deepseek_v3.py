@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock import ops
-from penstock.models.config import Fields, expert_groups, query_scale, text_part
+from penstock.models.config import MOST_ROWS, Fields, expert_groups, query_scale, text_part
 from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules, SplitHeads
 from penstock.models.gguf_keys import SOFTMAX, GgufKeys, rope_scaling, sigmoid_experts, softmax_experts, stem
 from penstock.models.layers import (
@@ -99,6 +99,7 @@ def read_config(raw: dict) -> Config:
     fields.choice("moe_layer_freq", (1,), 1)
     layers = fields.integer("num_hidden_layers", most=4096)
     nope, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    heads = ordered_heads(fields, nope + rope_dim)
     max_positions = fields.integer("max_position_embeddings", 4096)
     told = _whole_rotation(fields, nope + rope_dim, rope_dim) if mistral else fields
     rope = read_rope(told, rope_dim, max_positions, theta=None if flash or mistral else 10000.0)
@@ -120,9 +121,9 @@ def read_config(raw: dict) -> Config:
         dim=fields.integer("hidden_size"),
         layers=layers,
         norm_eps=fields.number("rms_norm_eps", above=0),
-        heads=fields.integer("num_attention_heads"),
+        heads=heads,
         q_rank=fields.integer("q_lora_rank", None),
-        kv_rank=fields.integer("kv_lora_rank"),
+        kv_rank=fields.integer("kv_lora_rank", most=MOST_ROWS),
         nope=nope,
         rope_dim=rope_dim,
         value_dim=fields.integer("v_head_dim"),
@@ -143,6 +144,14 @@ def read_config(raw: dict) -> Config:
         softmax=mistral,
         query_scale=scale if mistral and (scale := query_scale(fields))[0] else None,
     )
+
+
+def ordered_heads(fields: Fields, width: int) -> int:
+    """Heads of `width` channels each, whose rows are put into order."""
+    heads = fields.integer("num_attention_heads")
+    found = f"num_attention_heads is {heads} and their width {width}"
+    fields.require(heads * width <= MOST_ROWS, f"{found}, expected at most {MOST_ROWS} channels in all")
+    return heads
 
 
 def _shared_experts(fields: Fields, mistral: bool) -> int:

@@ -138,7 +138,8 @@ class GgufSource:
         self._modules = {**names.modules, **self.architecture.modules}
         self._tensors, self._stacks = names.tensors, names.stacks
         self._paths = {name: path for path, name in self._modules.items()}
-        self._further = file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers", 0)
+        keys = GgufKeys(file, file.metadata["general.architecture"])
+        self._further = keys.integer("nextn_predict_layers", 0, least=0)
         self._used: set[str] = {ROPE_FACTORS} if self.architecture.own_factors else set()
 
     def name(self, path: str) -> str:

@@ -18,6 +18,7 @@ from penstock.models.config import Fields
 from penstock.weights.gguf import GgufFile
 
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 # Keys that change what is computed, and the value that leaves it as it is; for architectures that do not read them.
 _NEUTRAL: dict[str, Any] = {
@@ -136,7 +137,7 @@ def _numbers(file: GgufFile, arch: str) -> dict[str, Any]:
             continue
         if isinstance(value, np.ndarray):
             value = value[0].item() if value.size and (value == value[0]).all() else value.tolist()
-        if isinstance(value, float) and math.isfinite(value) and float(np.float32(value)) == value:
+        if isinstance(value, float) and abs(value) <= _LARGEST_FLOAT and float(np.float32(value)) == value:
             value = float(str(np.float32(value)))  # 1e-05 and not 9.999999747378752e-06: what config.json said
         found[key.removeprefix(f"{arch}.")] = value
     return found

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
-from penstock.models.config import Fields, layer_types
-from penstock.models.deepseek_v3 import Attention, Experts, attention, latent_heads, moe, read_attention
+from penstock.models.config import MOST_ROWS, Fields, layer_types
+from penstock.models.deepseek_v3 import Attention, Experts, attention, latent_heads, moe, ordered_heads, read_attention
 from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.gguf_keys import GgufKeys, logarithm, sigmoid_experts, stem
 from penstock.models.layers import (
@@ -90,10 +90,10 @@ def read_config(raw: dict) -> Config:
     fields.choice("moe_layer_freq", (1,), 1)
     fields.choice("num_nextn_predict_layers", (0,), 0)
     layers = fields.integer("num_hidden_layers", most=4096)
-    H = fields.integer("num_attention_heads")
+    nope, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    H = ordered_heads(fields, nope + rope_dim)
     Hkv = fields.integer("num_key_value_heads", H)
     fields.require(Hkv == H, f"num_key_value_heads is {Hkv}, expected {H} (num_attention_heads)")
-    nope, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
 
     count = fields.integer("num_experts", least=0)
     dense = fields.integer("first_k_dense_replace", least=0) if count else layers
@@ -114,7 +114,7 @@ def read_config(raw: dict) -> Config:
         norm_eps=fields.number("rms_norm_eps", above=0),
         heads=H,
         q_rank=fields.integer("q_lora_rank", None),
-        kv_rank=fields.integer("kv_lora_rank"),
+        kv_rank=fields.integer("kv_lora_rank", most=MOST_ROWS),
         nope=nope,
         rope_dim=rope_dim,
         value_dim=fields.integer("v_head_dim"),

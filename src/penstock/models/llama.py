@@ -464,10 +464,20 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 
 
 def _of_llama(keys: GgufKeys) -> dict[str, Any]:
-    """A window counts for all layers, as the first Mistral has it."""
+    """A window counts for all layers, as the first Mistral has it. With experts it is Mixtral."""
     window = _window(keys)
     more = {} if window is None else {"sliding_window": window}
+    if keys.integer("expert_count", 0, least=0):
+        return _of_mixtral(keys) | more
     return _dense_config(keys, "llama" if window is None else "mistral") | more
+
+
+def _of_mixtral(keys: GgufKeys) -> dict[str, Any]:
+    return _attention_config(keys, "mixtral") | {
+        "num_local_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "intermediate_size": keys.integer("expert_feed_forward_length", None) or keys.integer("feed_forward_length"),
+    }
 
 
 def _of_qwen(keys: GgufKeys, model_type: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
-from penstock.models.config import Fields, layer_types
+from penstock.models.config import MOST_ROWS, Fields, layer_types
 from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.gguf_keys import GgufKeys, base, logarithm, rotation
 from penstock.models.layers import (
@@ -105,6 +105,9 @@ def read_config(raw: dict) -> Config:
         head_dim = dim // H
     Hk, Hv = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
     fields.require(Hv % Hk == 0, f"linear_num_value_heads is {Hv}, expected a multiple of linear_num_key_heads ({Hk})")
+    Dk, Dv = fields.integer("linear_key_head_dim"), fields.integer("linear_value_head_dim")
+    rows = 2 * (Hk * Dk + Hv * Dv)
+    fields.require(rows <= MOST_ROWS, f"heads of linear attention have {rows} channels, expected at most {MOST_ROWS}")
     fields.choice("hidden_act", ("silu",), "silu")
     fields.choice("attention_bias", (False,), False)
     fields.choice("attn_output_gate", (True,), True)
@@ -127,8 +130,8 @@ def read_config(raw: dict) -> Config:
         rope=read_rope(fields, head_dim, max_positions, share=0.25),
         key_heads=Hk,
         value_heads=Hv,
-        key_dim=fields.integer("linear_key_head_dim"),
-        value_dim=fields.integer("linear_value_head_dim"),
+        key_dim=Dk,
+        value_dim=Dv,
         conv_width=fields.integer("linear_conv_kernel_dim", most=64),
         tied=fields.boolean("tie_word_embeddings", False) or top.boolean("tie_word_embeddings", False),
         mlp_width=fields.integer("intermediate_size") if dense else 0,

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.errors import CheckpointError
-from penstock.models.config import Fields
+from penstock.models.config import MOST_ROWS, Fields
 from penstock.ops.rope import yarn_gain
 
 KINDS = ("default", "linear", "llama3", "yarn", "proportional")
@@ -41,6 +41,7 @@ def read_rope(
 
     theta and share are what a family takes where `rope_theta` and `partial_rotary_factor` are missing.
     """
+    fields.require(head_dim <= MOST_ROWS, f"heads have {head_dim} rotary channels, expected at most {MOST_ROWS}")
     table = parameters or fields.table("rope_parameters", None) or fields.table("rope_scaling", None)
     table = table or Fields({}, fields.where)
     theta = table.number("rope_theta", None, above=0) or fields.number("rope_theta", theta, above=0)

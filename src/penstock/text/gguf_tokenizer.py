@@ -23,10 +23,10 @@ from penstock.weights.gguf import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
-# Control tokens that end a turn, for files that do not say which one does.
+# Added tokens that end a turn or a text, for files that do not say which one ends a turn; as llama.cpp knows them.
 _ENDS_OF_TURN = (
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"),
-    *("<|endoftext|>", "<EOT>", "<|eom_id|>"),
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "[EOT]"),
+    *("<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<EOT>", "<|eom_id|>"),
 )
 _ENDS_OF_HARMONY = ("<|return|>", "<|call|>", "<|endoftext|>")  # where <|end|> ends one message of several
 
@@ -49,7 +49,8 @@ PRE: dict[str, _Pre] = {
     "default": _DEFAULT,
     "gpt-2": _Pre((GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA_BPE),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Pre((LLAMA3,))),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), _Pre((LLAMA3,))),
+    "glm4": _Pre((LLAMA3,), ignore_merges=True),
     "tekken": _Pre((TEKKEN,), add_bos=True, ignore_merges=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "command-r", "exaone"), _DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _NFC_QWEN2),
@@ -101,7 +102,7 @@ class _Reader:
         special = {f"{n}_token": tokens[i] for n, i in named.items() if n in ("bos", "eos") and i is not None}
         return Tokenizer(
             backend,
-            eos_ids=self._ends(named, control, vocab, harmony_ends(backend)),
+            eos_ids=self._ends(named, [*control, *defined], vocab, harmony_ends(backend)),
             eos_id=named["eos"],
             bos_id=named["bos"],
             templates=self._templates(special),
@@ -227,14 +228,14 @@ class _Reader:
         return processors.TemplateProcessing(single, pair, list(added.values()))
 
     def _ends(
-        self, named: dict[str, int | None], control: Sequence[str], vocab: dict[str, int], harmony: frozenset[int]
+        self, named: dict[str, int | None], added: Sequence[str], vocab: dict[str, int], harmony: frozenset[int]
     ) -> set[int]:
         ends = {named[name] for name in ("eos", "eot", "eom")} - {None}
         if harmony:
             return (ends | harmony) - {vocab.get("<|end|>")}  # type: ignore[return-value]
         if named["eot"] is None:
-            marks = _ENDS_OF_HARMONY if "<|return|>" in control else _ENDS_OF_TURN
-            ends |= {vocab[token] for token in control if token in marks}
+            marks = _ENDS_OF_HARMONY if "<|return|>" in added else _ENDS_OF_TURN
+            ends |= {vocab[token] for token in added if token in marks}
         return ends  # type: ignore[return-value]
 
     def _templates(self, special: dict[str, str]) -> ChatTemplates | None:
