@@ -251,10 +251,9 @@ class Scheduler:
     ) -> RequestState:
         engine, length = self._engine, len(request.prompt)
         held = 0 if continued is None else continued.sequence.length
-        most = held + length + request.max_tokens
+        most = end = min(held + length + request.max_tokens, engine.max_context)
         if engine.drafts_ahead:  # two steps may be under way behind an answer's end
-            most += 3 * (1 + MOST_DRAFTS)
-        most = min(most, engine.max_context)
+            most = min(end + 3 * (1 + MOST_DRAFTS), engine.max_context)
         try:
             pages = engine.caches.pages_of(most) if continued is not None else self._admission.check(most, length)
         except OutOfMemory:
@@ -262,7 +261,7 @@ class Scheduler:
                 self._counts["refused"] += 1
             raise
         if request.grammar is not None:
-            request.grammar.end_within(most - held - length)
+            request.grammar.end_within(end - held - length)
         digests = self._prefix.digests(request.prompt) if self._prefix is not None and continued is None else []
         context = () if continued is None else continued.tokens
         sampler = Sampler(request.params, engine.model.config.vocab_size, [*context, *request.prompt])
