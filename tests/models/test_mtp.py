@@ -365,6 +365,18 @@ def as_drafter(folder: Path, source: Path, **changes: Any) -> Path:
     return folder
 
 
+def test_drafter_folder_with_stacked_experts_has_whole_norms_whatever_its_names_begin_with(tmp_path: Path) -> None:
+    """As in a file that `--keep-mtp` wrote."""
+    convert(DEMO, tmp_path / "bare", Options(mtp=True, dequantize=True))
+    bare, config = tmp_path / "bare", json.loads((tmp_path / "bare" / "config.json").read_text())["text_config"]
+    shutil.copytree(bare, tmp_path / "mtp.", ignore=shutil.ignore_patterns("*.index.json"))
+    stored = load_file(bare / "model.safetensors")
+    save_file({f"mtp.{name}": array for name, array in stored.items()}, tmp_path / "mtp." / "model.safetensors")
+    found, want = (drafted(tmp_path / name, config).weights for name in ("mtp.", "bare"))
+    np.testing.assert_array_equal(found.norm, want.norm)
+    np.testing.assert_array_equal(found.layer.mixer.q_norm, want.layer.mixer.q_norm)
+
+
 def test_drafter_folder_is_read_in_both_layouts(made: Callable[[str], Made], tmp_path: Path) -> None:
     source, config = made("moe").folder, FAMILIES["moe"][0]
     want = drafted(source, config).weights

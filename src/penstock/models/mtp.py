@@ -246,12 +246,12 @@ def _by_path(checkpoint: Checkpoint, start: str, form: str, used: set[str] | Non
     return HeadSource(checkpoint, names, start + _FIRST, form, used)
 
 
-def _form(checkpoint: Checkpoint, start: str, trunk: str) -> str:
-    """The layout of a head behind `start`: told by its experts, else that of its trunk."""
+def _form(checkpoint: Checkpoint, start: str, usual: str) -> str:
+    """The layout of a head behind `start`: told by its experts, else the usual one."""
     own = [name for name in checkpoint.names if name.startswith(start)]
     if any(".mlp.switch_mlp." in name for name in own):
         return "mlx"
-    return "hf" if any(".mlp.experts." in name for name in own) else trunk
+    return "hf" if any(".mlp.experts." in name for name in own) else usual
 
 
 def _with_tables(source: HeadSource, config: ModelConfig, trunk: CheckpointSource | None) -> HeadFiles:
@@ -339,7 +339,8 @@ def open_drafter(
         flat = HeadSource(checkpoint, _FLAT, _FLAT_LAYER, "mlx")
         return _with_tables(flat, config, trunk)
     bare = not any(name.startswith("mtp.") for name in checkpoint.names)
-    return _with_tables(_by_path(checkpoint, "", "mlx") if bare else _by_path(checkpoint, "mtp.", "hf"), config, trunk)
+    start, form = ("", "mlx") if bare else ("mtp.", _form(checkpoint, "mtp.", "hf"))
+    return _with_tables(_by_path(checkpoint, start, form), config, trunk)
 
 
 def trunk_config(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
