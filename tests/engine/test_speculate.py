@@ -355,6 +355,22 @@ def test_metrics_count_drafts(llm: LLM, eager: None) -> None:
     assert metrics.draft_tokens == done.timings.draft_n and metrics.accepted_tokens == done.timings.draft_n_accepted
 
 
+def test_metrics_count_drafts_of_a_request_that_ends_while_it_waits_for_another_sequence(
+    llm: LLM, guessing: Callable[[list[list[int]]], None]
+) -> None:
+    text = llm.generate(REPEATED, max_tokens=40, speculate="off").tokens
+    guessing([[*REPEATED, *text]])
+    with Scheduler(llm, max_sequences=1, buffer=2) as made:
+        lagging = made.submit(made.request(REPEATED, 40, speculate="ngram"))
+        next(lagging)
+        while not lagging.timings.draft_n_accepted:
+            made.step()
+        made.submit(made.request([5], 2)).result(60)
+        assert (lagging.state, made.metrics().preemptions) == ("waiting", 1)
+        lagging.cancel()
+        assert made.metrics().accepted_tokens == lagging.timings.draft_n_accepted
+
+
 FAMILIES: dict[str, Any] = {
     "gemma4": GEMMA["moe"],
     "deepseek_v3": DEEPSEEK["v3"],

@@ -602,6 +602,7 @@ class Scheduler:
     def _requeue(self, state: RequestState) -> None:
         """Close the sequence of a running request; it waits for another one, in which it is computed again."""
         self._engine.close(state.opened)
+        self._count_accepted(state)
         state.sequence, state.queue.state = None, "waiting"
         state.verification, state.verifying, state.ahead = None, False, 0
         state.drawn = len(state.tokens)
@@ -925,6 +926,12 @@ class Scheduler:
             if parts[0].ahead or tokens == answers:
                 self._gate.record(answers, parts[0].ahead, seconds if ready else None)
 
+    def _count_accepted(self, state: RequestState) -> None:
+        """Drafts that were accepted since the last time: its sequence is closed, and it may end without another."""
+        accepted = state.timings.draft_n_accepted
+        self._work.accepted_tokens += accepted - state.accepted_counted
+        state.accepted_counted = accepted
+
     def _failed(self, states: list[RequestState], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""
         corrupt = any(state.sequence is not None and state.sequence.corrupt for state in states)
@@ -966,7 +973,7 @@ class Scheduler:
                 self._execution.accept(state)
             if state.speculation is not None:
                 self._speculator.recent.add(state.tokens)
-                self._work.accepted_tokens += state.timings.draft_n_accepted
+                self._count_accepted(state)
             if state.owned:
                 self._engine.close(state.sequence)
             state.sequence = None
