@@ -941,7 +941,7 @@ class _Drafting:
 def _find_head(
     drafting: _Drafting, family: AnyFamily, config: ModelConfig, stored: CheckpointSource
 ) -> tuple[mtp.HeadFiles | None, list[str]]:
-    """Where the head that drafts is, its shapes looked at, and remarks.
+    """Where the head that drafts is, its shapes and numbers looked at, and remarks.
 
     One of the trunk's own files that cannot be used is left out with a remark where nothing was asked for.
     """
@@ -956,6 +956,7 @@ def _find_head(
         if files is not None:
             none = np.empty((0, 0), np.float32)
             files.read(family, config, none, none, ShapeOnlySource)
+            files.check_finite()
         return files, []
     except CheckpointError as error:
         if drafting.asked:

@@ -348,6 +348,22 @@ def test_head_that_is_cut_short_is_left_out_with_a_remark(made: Callable[[str], 
     assert any(f"{len(stored)} tensors of model.visual, mtp are skipped" in notice for notice in notices)
 
 
+@pytest.mark.parametrize("lost", ["mtp.norm.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"])
+def test_head_with_numbers_that_are_not_finite_is_left_out_with_a_remark(
+    lost: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    folder = whole(made("moe"), tmp_path / "model", FAMILIES["moe"][0])
+    stored = load_file(folder / "model-mtp.safetensors")
+    stored[lost].reshape(-1)[3] = np.nan
+    save_file(stored, folder / "model-mtp.safetensors")
+    notices: list[str] = []
+    assert penstock.load(folder, device="cpu", notify=notices.append).engine.model.head is None
+    (remark,) = [notice for notice in notices if "head that drafts is not used" in notice]
+    assert f"{lost} has numbers that are not finite" in remark
+    with pytest.raises(CheckpointError, match=rf"{lost} has numbers that are not finite, expected finite ones"):
+        penstock.load(folder, device="cpu", speculate="mtp")
+
+
 def drafted(folder: Path, config: dict[str, Any]) -> mtp.Head:
     family = models.family_of(config)
     read = family.read_config(config)
