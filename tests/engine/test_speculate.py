@@ -14,6 +14,7 @@ import penstock
 from penstock.api import LLM, load_random
 from penstock.engine import draft_gate, draft_head, speculate
 from penstock.engine import engine as engine_module
+from penstock.engine.buckets import UNREAD
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution
 from penstock.engine.scheduler import Scheduler
@@ -200,6 +201,30 @@ def test_a_kept_run_counts_as_far_as_it_is_accepted(start: int, llm: LLM, rng: n
     finally:
         engine.close(plain)
         engine.close(kept)
+
+
+@pytest.mark.parametrize("look", ["logits", "last"])
+def test_a_step_that_verifies_draws_for_its_own_rows_alone(look: str, captured: LLM) -> None:
+    """Its size may have more of them, which another step has used, and so does the head whose logits the host reads."""
+    engine = captured.engine
+    opened = [engine.open() for _ in range(3)]
+    try:
+        for n, sequence in enumerate(opened):
+            engine.prefill(sequence, some_tokens(9 + n, n))
+        for count in (4, 2):  # tokens of the first sequence, in steps of eight rows
+            runs = [Run(one, np.array([7], np.int32)) for one in opened[1:]]
+            runs.insert(0, Run(opened[0], np.array(some_tokens(count, 5), np.int32), "all", keep=True))
+            step = engine.launch(runs, [UNREAD] * (count + 2), "greedy", (), range(count + 2))
+            engine.accept(opened[0], 1)
+            tokens = step.tokens()
+            if look == "logits":
+                assert step.logits().argmax(1).tolist() == tokens
+            else:
+                last = engine.programs.steps._inputs.last  # type: ignore[union-attr]
+                assert [last[one.slot] for one in opened[1:]] == tokens[count:]
+    finally:
+        for sequence in opened:
+            engine.close(sequence)
 
 
 def test_recurrent_states_have_room_only_where_drafts_are_wanted(folder: Path, llm: LLM) -> None:
