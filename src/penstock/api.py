@@ -680,7 +680,7 @@ def load(
         "cache_memory": cache_memory,
         "state_dtype": state_dtype,
         "speculate": speculate,
-        "num_draft_tokens": num_draft_tokens,
+        "num_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
         "draft_model": None if draft_model is None else os.fspath(draft_model),
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
@@ -1143,7 +1143,7 @@ def load_random(
         "state_dtype": state_dtype,
         "expert_cache": "auto",
         "speculate": speculate,
-        "num_draft_tokens": num_draft_tokens,
+        "num_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     if ranks is None:

@@ -436,6 +436,8 @@ def test_what_cannot_be_drafted_is_refused(llm: LLM, folder: Path) -> None:
         llm.generate([5], num_draft_tokens=True)
     with pytest.raises(InvalidArgument, match=r"^load: speculate is 3, expected one of off"):
         penstock.load(folder, device="cpu", speculate=3)  # type: ignore[arg-type]
+    counted = llm.generate([5], max_tokens=3, speculate="ngram", num_draft_tokens=np.int64(3))  # type: ignore[arg-type]
+    assert len(counted.tokens) == 3
     with pytest.raises(InvalidArgument, match="speculate is 'mtp', expected another: the model has not a head"):
         penstock.load(folder, device="cpu", speculate="mtp")
 
