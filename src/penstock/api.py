@@ -680,7 +680,7 @@ def load(
         "cache_memory": cache_memory,
         "state_dtype": state_dtype,
         "speculate": speculate,
-        "num_draft_tokens": num_draft_tokens,
+        "num_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
         "draft_model": None if draft_model is None else os.fspath(draft_model),
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
@@ -941,7 +941,7 @@ class _Drafting:
 def _find_head(
     drafting: _Drafting, family: AnyFamily, config: ModelConfig, stored: CheckpointSource
 ) -> tuple[mtp.HeadFiles | None, list[str]]:
-    """Where the head that drafts is, its shapes looked at, and remarks.
+    """Where the head that drafts is, its shapes and numbers looked at, and remarks.
 
     One of the trunk's own files that cannot be used is left out with a remark where nothing was asked for.
     """
@@ -956,6 +956,7 @@ def _find_head(
         if files is not None:
             none = np.empty((0, 0), np.float32)
             files.read(family, config, none, none, ShapeOnlySource)
+            files.check_finite()
         return files, []
     except CheckpointError as error:
         if drafting.asked:
@@ -1142,7 +1143,7 @@ def load_random(
         "state_dtype": state_dtype,
         "expert_cache": "auto",
         "speculate": speculate,
-        "num_draft_tokens": num_draft_tokens,
+        "num_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     if ranks is None:

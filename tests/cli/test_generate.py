@@ -244,6 +244,9 @@ def test_generate_takes_or_refuses_the_options_of_others_by_name(capsys, loaded,
     [
         (("--xtc-probability", "0.0"), ""),
         (("-fa", "auto"), ""),
+        (("--spec-type", "none", "--draft-min", "0"), ""),
+        (("--draft-max", "3"), ""),
+        (("--draft", "3", "--spec-draft-model", "demo"), ""),
         (("-fa", "on"), "penstock: -fa: attention is always computed in one pass\n"),
         (("-ctk", "f16"), "penstock: -ctk: caches have the numbers of --dtype: float32 on a CPU, bfloat16 on a GPU\n"),
         (

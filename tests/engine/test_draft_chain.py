@@ -4,6 +4,7 @@ host's way, and requests join, end and leave in between.
 
 import functools
 import itertools
+import json
 import operator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,15 @@ def test_a_model_without_recurrent_states(random: LLM, steps: list[tuple[int, in
     make = functools.partial(random.generate, prompts, max_tokens=12, temperature=0.9, seed=2)
     want = [done.tokens for done in make(speculate="off")]
     assert [done.tokens for done in make(num_draft_tokens=3)] == want and steps
+
+
+@pytest.mark.parametrize("speculate", ["off", "mtp"])
+def test_json_is_closed_before_max_tokens(speculate: str, demo: LLM) -> None:
+    """Which the positions that steps under way may write behind it are no part of."""
+    asked = {"type": "json_object"}
+    for seed in range(3):
+        done = demo.generate("A fox", 12, 1.5, seed=seed, response_format=asked, speculate=speculate)
+        assert isinstance(json.loads(done.text), dict) and len(done.tokens) <= 12
 
 
 def drafts_by_position(llm: LLM, text: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:

@@ -14,6 +14,7 @@ import penstock
 from penstock.api import LLM, load_random
 from penstock.engine import draft_gate, draft_head, speculate
 from penstock.engine import engine as engine_module
+from penstock.engine.buckets import UNREAD
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution
 from penstock.engine.scheduler import Scheduler
@@ -202,6 +203,30 @@ def test_a_kept_run_counts_as_far_as_it_is_accepted(start: int, llm: LLM, rng: n
         engine.close(kept)
 
 
+@pytest.mark.parametrize("look", ["logits", "last"])
+def test_a_step_that_verifies_draws_for_its_own_rows_alone(look: str, captured: LLM) -> None:
+    """Its size may have more of them, which another step has used, and so does the head whose logits the host reads."""
+    engine = captured.engine
+    opened = [engine.open() for _ in range(3)]
+    try:
+        for n, sequence in enumerate(opened):
+            engine.prefill(sequence, some_tokens(9 + n, n))
+        for count in (4, 2):  # tokens of the first sequence, in steps of eight rows
+            runs = [Run(one, np.array([7], np.int32)) for one in opened[1:]]
+            runs.insert(0, Run(opened[0], np.array(some_tokens(count, 5), np.int32), "all", keep=True))
+            step = engine.launch(runs, [UNREAD] * (count + 2), "greedy", (), range(count + 2))
+            engine.accept(opened[0], 1)
+            tokens = step.tokens()
+            if look == "logits":
+                assert step.logits().argmax(1).tolist() == tokens
+            else:
+                last = engine.programs.steps._inputs.last  # type: ignore[union-attr]
+                assert [last[one.slot] for one in opened[1:]] == tokens[count:]
+    finally:
+        for sequence in opened:
+            engine.close(sequence)
+
+
 def test_recurrent_states_have_room_only_where_drafts_are_wanted(folder: Path, llm: LLM) -> None:
     off = penstock.load(folder, device="cpu", max_context=300, speculate="off")
     assert off.engine.caches.room == 0 and off.engine.caches.slot_bytes == llm.engine.caches.state_bytes
@@ -355,6 +380,22 @@ def test_metrics_count_drafts(llm: LLM, eager: None) -> None:
     assert metrics.draft_tokens == done.timings.draft_n and metrics.accepted_tokens == done.timings.draft_n_accepted
 
 
+def test_metrics_count_drafts_of_a_request_that_ends_while_it_waits_for_another_sequence(
+    llm: LLM, guessing: Callable[[list[list[int]]], None]
+) -> None:
+    text = llm.generate(REPEATED, max_tokens=40, speculate="off").tokens
+    guessing([[*REPEATED, *text]])
+    with Scheduler(llm, max_sequences=1, buffer=2) as made:
+        lagging = made.submit(made.request(REPEATED, 40, speculate="ngram"))
+        next(lagging)
+        while not lagging.timings.draft_n_accepted:
+            made.step()
+        made.submit(made.request([5], 2)).result(60)
+        assert (lagging.state, made.metrics().preemptions) == ("waiting", 1)
+        lagging.cancel()
+        assert made.metrics().accepted_tokens == lagging.timings.draft_n_accepted
+
+
 FAMILIES: dict[str, Any] = {
     "gemma4": GEMMA["moe"],
     "deepseek_v3": DEEPSEEK["v3"],
@@ -395,6 +436,8 @@ def test_what_cannot_be_drafted_is_refused(llm: LLM, folder: Path) -> None:
         llm.generate([5], num_draft_tokens=True)
     with pytest.raises(InvalidArgument, match=r"^load: speculate is 3, expected one of off"):
         penstock.load(folder, device="cpu", speculate=3)  # type: ignore[arg-type]
+    counted = llm.generate([5], max_tokens=3, speculate="ngram", num_draft_tokens=np.int64(3))  # type: ignore[arg-type]
+    assert len(counted.tokens) == 3
     with pytest.raises(InvalidArgument, match="speculate is 'mtp', expected another: the model has not a head"):
         penstock.load(folder, device="cpu", speculate="mtp")
 

@@ -348,6 +348,22 @@ def test_head_that_is_cut_short_is_left_out_with_a_remark(made: Callable[[str], 
     assert any(f"{len(stored)} tensors of model.visual, mtp are skipped" in notice for notice in notices)
 
 
+@pytest.mark.parametrize("lost", ["mtp.norm.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"])
+def test_head_with_numbers_that_are_not_finite_is_left_out_with_a_remark(
+    lost: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    folder = whole(made("moe"), tmp_path / "model", FAMILIES["moe"][0])
+    stored = load_file(folder / "model-mtp.safetensors")
+    stored[lost].reshape(-1)[3] = np.nan
+    save_file(stored, folder / "model-mtp.safetensors")
+    notices: list[str] = []
+    assert penstock.load(folder, device="cpu", notify=notices.append).engine.model.head is None
+    (remark,) = [notice for notice in notices if "head that drafts is not used" in notice]
+    assert f"{lost} has numbers that are not finite" in remark
+    with pytest.raises(CheckpointError, match=rf"{lost} has numbers that are not finite, expected finite ones"):
+        penstock.load(folder, device="cpu", speculate="mtp")
+
+
 def drafted(folder: Path, config: dict[str, Any]) -> mtp.Head:
     family = models.family_of(config)
     read = family.read_config(config)
@@ -363,6 +379,18 @@ def as_drafter(folder: Path, source: Path, **changes: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(raw))
     shutil.copyfile(source / "model.safetensors", folder / "model.safetensors")
     return folder
+
+
+def test_drafter_folder_with_stacked_experts_has_whole_norms_whatever_its_names_begin_with(tmp_path: Path) -> None:
+    """As in a file that `--keep-mtp` wrote."""
+    convert(DEMO, tmp_path / "bare", Options(mtp=True, dequantize=True))
+    bare, config = tmp_path / "bare", json.loads((tmp_path / "bare" / "config.json").read_text())["text_config"]
+    shutil.copytree(bare, tmp_path / "mtp.", ignore=shutil.ignore_patterns("*.index.json"))
+    stored = load_file(bare / "model.safetensors")
+    save_file({f"mtp.{name}": array for name, array in stored.items()}, tmp_path / "mtp." / "model.safetensors")
+    found, want = (drafted(tmp_path / name, config).weights for name in ("mtp.", "bare"))
+    np.testing.assert_array_equal(found.norm, want.norm)
+    np.testing.assert_array_equal(found.layer.mixer.q_norm, want.layer.mixer.q_norm)
 
 
 def test_drafter_folder_is_read_in_both_layouts(made: Callable[[str], Made], tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ _CACHES = "-c and --memory bound what caches take"
 _EXPERTS = "--expert-cache SIZE|NN% says how many experts the GPU holds, --expert-host SIZE the host behind it"
 _CHUNKS = "chunks of prompts have the size that suits the device"
 _CONFIG = "config.json says it"
+_GATE = "the gate takes as many drafts as make tokens come soonest, none where that is best"
+_BESIDE = "a draft model is on the device of the model"
 _MAPPED = "weights are mapped from their files; --expert-io says how streamed experts are read"
 
 TRUST = taken_flag("--trust-remote-code", "no code from model folders is run")
@@ -93,7 +95,7 @@ LOADING: tuple[Foreign, ...] = (
     CHUNKS,
     refused("--adapter-path --lora --lora-scaled", _ADAPTERS),
     refused_flag("--pipeline", "-tp N splits a model over N devices"),
-    refused("--spec-type --speculative-config", "--speculate says what drafts come from"),
+    refused("--spec-type --speculative-config", "--speculate says what drafts come from", silent="none"),
     refused_flag("--quantize-activations -qa", "--activations int8 rounds them in quantized products, as a CPU does"),
     refused("--kv-bits", _CACHES),
     taken("--kv-group-size", "without --kv-bits it changes nothing", silent="64"),
@@ -105,6 +107,12 @@ LOADING: tuple[Foreign, ...] = (
         remark="caches have the numbers of --dtype: float32 on a CPU, bfloat16 on a GPU",
         noted=("f32", "f16", "bf16"),
     ),
+    taken("--draft-min --draft-n-min --spec-draft-n-min", _GATE, silent="0"),
+    taken("--draft-p-min --spec-draft-p-min --draft-p-split --spec-draft-p-split", _GATE),
+    taken("--gpu-layers-draft --n-gpu-layers-draft -ngld --spec-draft-ngl", _BESIDE),
+    refused("--device-draft -devd --spec-draft-device", _BESIDE),
+    taken("--ctx-size-draft -cd --spec-draft-ctx-size", "a draft model's context is its own"),
+    refused("--hf-repo-draft -hfd -hfrd --spec-draft-hf", "--draft-model OWNER/NAME takes a model of the hub"),
     refused("--override-tensor -ot", _EXPERTS),
     refused_flag("--cpu-moe -cmoe", _EXPERTS),
     refused("--n-cpu-moe -ncmoe", _EXPERTS, silent="0"),

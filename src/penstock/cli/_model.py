@@ -290,6 +290,9 @@ class AnyModel:
         typer.Option(
             "--num-draft-tokens",
             "--spec-draft-n-max",
+            "--draft-max",
+            "--draft-n",
+            "--draft",
             metavar="N",
             min=1,
             max=7,
@@ -302,6 +305,7 @@ class AnyModel:
         typer.Option(
             "--draft-model",
             "--model-draft",
+            "--spec-draft-model",
             "-md",
             metavar="M",
             rich_help_panel=DRAFTS,

@@ -175,7 +175,7 @@ class BucketedSteps:
 
         bucket: a size, if not the next larger one.
         """
-        wanted = self._launch(runs, {}, bucket)["wanted"]
+        wanted, _ = self._launch(runs, {}, bucket)
         passes = self._passes(wanted, wants_hidden(runs))
         if wants_logprobs(runs):
             return read_logprobs(self._device, runs[0], passes)
@@ -186,7 +186,7 @@ class BucketedSteps:
 
     def follow(self, runs: Seq[Run]) -> None:
         """Start a step of which another rank reads the logits or draws: the same programs up to there."""
-        for _ in self._passes(self._launch(runs, {})["wanted"], wants_hidden(runs)):
+        for _ in self._passes(self._launch(runs, {})[0], wants_hidden(runs)):
             pass
 
     def _passes(self, wanted: np.ndarray, hidden: bool) -> Iterator[Any]:
@@ -223,10 +223,10 @@ class BucketedSteps:
             drawn_at += range(end - count + 1, end + 1)
             slots += [-1 if run.keep else run.sequence.slot] * count  # the host says which of the kept ones counts
         values["draw_at"], values["draw_slots"] = np.array(drawn_at, np.int32), np.array(slots, np.int32)
-        self._launch(runs, values, mode=mode)
+        _, head_rows = self._launch(runs, values, mode=mode)
         drawn, logits = self._sampler.launched(len(rows), mode), None
         if hosted:
-            logits = self._device.rows_to_host(self._head(self._head_rows(len(rows)), mode)[1], hosted)
+            logits = self._device.rows_to_host(self._head(head_rows, mode)[1], hosted)
         return _Drawing(drawn, logits)
 
     def launch_ahead(self, runs: Seq[AheadRun], drafts: int, rows: Seq[Any], mode: str) -> PendingStep:
@@ -282,8 +282,10 @@ class BucketedSteps:
 
     def _launch(
         self, runs: Seq[Run], drawing: dict[str, np.ndarray], bucket: Bucket | None = None, mode: str | None = None
-    ) -> dict[str, np.ndarray]:
-        """Start a step up to its residual stream, with a mode up to the tokens drawn; what it reads."""
+    ) -> tuple[np.ndarray, int]:
+        """Start a step up to its residual stream, with a mode up to the tokens drawn; its wanted rows, and the size of
+        the head that draws behind them.
+        """
         self._bind_anew()
         assert self._inputs is not None
         arrays = step_arrays(runs, self._programs.windows, width=lambda pages: pages)
@@ -292,7 +294,10 @@ class BucketedSteps:
             arrays |= kept_arrays(runs) if self._programs.caches.gates else {}
         bucket = bucket or self._bucket(arrays)
         sizes = step_shapes(bucket.rows, bucket.sequences, 0, 0, ()) | dict.fromkeys(KEPT, (bucket.sequences,))
-        room = self._head_rows(max(1, min(len(arrays["wanted"]), MOST_LOGITS)))
+        every = (bucket.answers or bucket.keeps) and len(arrays["wanted"]) == len(arrays["tokens"])
+        whole = every and mode in WHOLE and self._programs.experts is None
+        # a size that verifies may have more rows: those without a token draw nothing, whatever was there before
+        room = bucket.rows if whole else self._head_rows(max(1, min(len(arrays["wanted"]), MOST_LOGITS)))
         values = {}
         for name, array in (arrays | drawing).items():
             if array.ndim == 2:
@@ -303,8 +308,7 @@ class BucketedSteps:
                 values[name] = padded(array, sizes[name][0], _PADS.get(name, 0))
             elif len(array) <= room:
                 values[name] = padded(array, room, _PADS.get(name, 0))
-        every = (bucket.answers or bucket.keeps) and len(arrays["wanted"]) == len(arrays["tokens"])
-        if every and mode in WHOLE and self._programs.experts is None:
+        if whole and mode is not None:
             runner, mode = self._whole(bucket, mode), None
         else:
             runner = self._runner(bucket, any(run.prompt for run in runs))
@@ -315,7 +319,7 @@ class BucketedSteps:
             self._logits(len(arrays["wanted"]), mode)
         if self._programs.drafter is not None:
             self._programs.drafter.observe(runs, self._hidden[: len(arrays["tokens"])])
-        return arrays
+        return arrays["wanted"], room
 
     def _bucket(self, arrays: dict[str, np.ndarray]) -> Bucket:
         pages = max((arrays[name].shape[1] for name in self._programs.windows.values()), default=0)

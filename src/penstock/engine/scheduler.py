@@ -251,10 +251,9 @@ class Scheduler:
     ) -> RequestState:
         engine, length = self._engine, len(request.prompt)
         held = 0 if continued is None else continued.sequence.length
-        most = held + length + request.max_tokens
+        most = end = min(held + length + request.max_tokens, engine.max_context)
         if engine.drafts_ahead:  # two steps may be under way behind an answer's end
-            most += 3 * (1 + MOST_DRAFTS)
-        most = min(most, engine.max_context)
+            most = min(end + 3 * (1 + MOST_DRAFTS), engine.max_context)
         try:
             pages = engine.caches.pages_of(most) if continued is not None else self._admission.check(most, length)
         except OutOfMemory:
@@ -262,7 +261,7 @@ class Scheduler:
                 self._counts["refused"] += 1
             raise
         if request.grammar is not None:
-            request.grammar.end_within(most - held - length)
+            request.grammar.end_within(end - held - length)
         digests = self._prefix.digests(request.prompt) if self._prefix is not None and continued is None else []
         context = () if continued is None else continued.tokens
         sampler = Sampler(request.params, engine.model.config.vocab_size, [*context, *request.prompt])
@@ -603,6 +602,7 @@ class Scheduler:
     def _requeue(self, state: RequestState) -> None:
         """Close the sequence of a running request; it waits for another one, in which it is computed again."""
         self._engine.close(state.opened)
+        self._count_accepted(state)
         state.sequence, state.queue.state = None, "waiting"
         state.verification, state.verifying, state.ahead = None, False, 0
         state.drawn = len(state.tokens)
@@ -926,6 +926,12 @@ class Scheduler:
             if parts[0].ahead or tokens == answers:
                 self._gate.record(answers, parts[0].ahead, seconds if ready else None)
 
+    def _count_accepted(self, state: RequestState) -> None:
+        """Drafts that were accepted since the last time: its sequence is closed, and it may end without another."""
+        accepted = state.timings.draft_n_accepted
+        self._work.accepted_tokens += accepted - state.accepted_counted
+        state.accepted_counted = accepted
+
     def _failed(self, states: list[RequestState], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""
         corrupt = any(state.sequence is not None and state.sequence.corrupt for state in states)
@@ -967,7 +973,7 @@ class Scheduler:
                 self._execution.accept(state)
             if state.speculation is not None:
                 self._speculator.recent.add(state.tokens)
-                self._work.accepted_tokens += state.timings.draft_n_accepted
+                self._count_accepted(state)
             if state.owned:
                 self._engine.close(state.sequence)
             state.sequence = None

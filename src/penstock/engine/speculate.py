@@ -13,6 +13,7 @@ gain as much. Where it takes none it tries some in one step of `PROBE`, and the 
 from __future__ import annotations
 
 import itertools
+import numbers
 import operator
 import time
 from collections import Counter, deque
@@ -45,9 +46,9 @@ def check_speculate(where: str, kind: object, drafts: object = None) -> None:
         raise InvalidArgument(f"{where}: speculate is {kind!r:.60}, expected one of {', '.join(SPECULATE)}")
     if drafts is None:
         return
-    if isinstance(drafts, bool) or not isinstance(drafts, int):
+    if isinstance(drafts, bool) or not isinstance(drafts, numbers.Integral):
         raise DTypeError(f"{where}: num_draft_tokens is {drafts!r:.60}, expected an integer")
-    if not 1 <= drafts <= MOST_DRAFTS:
+    if not 1 <= int(drafts) <= MOST_DRAFTS:
         raise InvalidArgument(
             f"{where}: num_draft_tokens is {drafts}, expected 1 to {MOST_DRAFTS}: a step verifies no more of a sequence"
         )

@@ -82,6 +82,7 @@ class RequestState:
     verification: Verification | None = None  # whose tokens have not all been drawn: of a session
     verifying: bool = False  # a step with its drafts is under way
     ahead: int = 0  # steps under way whose drafts the device accepts by itself
+    accepted_counted: int = 0  # drafts that were accepted, as far as metrics have them
 
     def __post_init__(self) -> None:
         self.prompt_end = self.held + len(self.request.prompt)

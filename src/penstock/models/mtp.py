@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
+from penstock.dtypes import FLOATS
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models import family_of
 from penstock.models.config import Fields
@@ -208,12 +209,28 @@ class HeadFiles:
         """The head's weights; `through`: a source that moves or splits those of another."""
         return read(through(self.source), family, config, embed, head, self.tables)
 
+    def check_finite(self) -> None:
+        """Raise CheckpointError for numbers that are not finite. Those of a trunk show in its logits; drafts of such a
+        head are never right, and nothing would say so. Experts, most of its bytes, are not looked at.
+        """
+        checkpoint = self.source.checkpoint
+        for name, path in self._paths().items():
+            apart = path.partition(".")[0] in TABLES or ".experts." in path or ".switch_mlp." in path
+            if not apart and checkpoint.dtype(name) in FLOATS and not np.isfinite(checkpoint.array(name)).all():
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name} has numbers that are not finite, expected finite ones: damaged?"
+                )
+
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        checkpoint = self.source.checkpoint
-        own = (checkpoint.location(name) for name in checkpoint.names if self.source.path_of(name) is not None)
+        own = (self.source.checkpoint.location(name) for name in self._paths())
         return sum(stop - start for _, start, stop in own)
+
+    def _paths(self) -> dict[str, str]:
+        """Of its tensors, by their names in the files."""
+        found = {name: self.source.path_of(name) for name in self.source.checkpoint.names}
+        return {name: path for name, path in found.items() if path is not None}
 
 
 def find(
@@ -246,12 +263,12 @@ def _by_path(checkpoint: Checkpoint, start: str, form: str, used: set[str] | Non
     return HeadSource(checkpoint, names, start + _FIRST, form, used)
 
 
-def _form(checkpoint: Checkpoint, start: str, trunk: str) -> str:
-    """The layout of a head behind `start`: told by its experts, else that of its trunk."""
+def _form(checkpoint: Checkpoint, start: str, usual: str) -> str:
+    """The layout of a head behind `start`: told by its experts, else the usual one."""
     own = [name for name in checkpoint.names if name.startswith(start)]
     if any(".mlp.switch_mlp." in name for name in own):
         return "mlx"
-    return "hf" if any(".mlp.experts." in name for name in own) else trunk
+    return "hf" if any(".mlp.experts." in name for name in own) else usual
 
 
 def _with_tables(source: HeadSource, config: ModelConfig, trunk: CheckpointSource | None) -> HeadFiles:
@@ -339,7 +356,8 @@ def open_drafter(
         flat = HeadSource(checkpoint, _FLAT, _FLAT_LAYER, "mlx")
         return _with_tables(flat, config, trunk)
     bare = not any(name.startswith("mtp.") for name in checkpoint.names)
-    return _with_tables(_by_path(checkpoint, "", "mlx") if bare else _by_path(checkpoint, "mtp.", "hf"), config, trunk)
+    start, form = ("", "mlx") if bare else ("mtp.", _form(checkpoint, "mtp.", "hf"))
+    return _with_tables(_by_path(checkpoint, start, form), config, trunk)
 
 
 def trunk_config(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
