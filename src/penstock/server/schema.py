@@ -70,7 +70,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "web_search_options": (),
     "adapters": (),
-    "draft_model": (),
+    "draft_model": ("default_model",),
     "chat_template": (),
     "documents": ([],),
     "background": (False,),
