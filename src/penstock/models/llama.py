@@ -199,7 +199,8 @@ def _windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, 
     """Mistral's window counts for all layers; Qwen's only with `use_sliding_window`, for all layers of a model with
     experts, from a layer on or by list else.
     """
-    window = fields.integer("sliding_window", None)
+    unused = model_type == "qwen2_moe" and not fields.boolean("use_sliding_window", False)
+    window = None if unused else fields.integer("sliding_window", None)  # transformers writes 0 then
     if model_type == "ministral3":  # transformers and mlx-lm have windows in different layers
         if window is not None:
             raise fields.error("sliding_window", "null")
