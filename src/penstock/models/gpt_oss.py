@@ -1,8 +1,8 @@
 """gpt-oss: attention with sinks, every other layer in a sliding window, and experts with biases and a clamped SwiGLU.
 
-model_type `gpt_oss` (gpt-oss-20b and -120b), in mlx-lm's layout (experts in mxfp4 or any other format) or as released
-(blocks of mxfp4, rows of gate and up in turns). Axis letters: T tokens, H query heads, Hkv key/value heads, D width of
-a head.
+model_type `gpt_oss` (gpt-oss-20b and -120b), in mlx-lm's layout (experts in mxfp4 or any other format), as released
+(blocks of mxfp4, rows of gate and up in turns) or dense as transformers has it (columns in turns). Axis letters: T
+tokens, H query heads, Hkv key/value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from penstock.models.layers import (
     ExpertStack,
     adjacent,
     apply_rope,
+    columns_as_rows,
     embed,
     flat,
     head_logits,
@@ -163,8 +164,13 @@ def _experts(source: Source, config: Config, path: str) -> tuple[ExpertStack, np
         biases = (("gate", width), ("up", width), ("down", dim))
         gate, up, down = (source.vector(f"{base}.{part}_proj.bias", E, size) for part, size in biases)
         return read_experts(source, path, "experts", E, dim, width), gate, up, down
-    down = source.stack([f"{base}.down_proj"], E, dim, width)
-    stack = ExpertStack(*in_turns(source.stack([f"{base}.gate_up_proj"], E, 2 * width, dim)), down)
+    if f"{base}.gate_up_proj_blocks" in source:
+        down = source.stack([f"{base}.down_proj"], E, dim, width)
+        stack = ExpertStack(*in_turns(source.stack([f"{base}.gate_up_proj"], E, 2 * width, dim)), down)
+    else:
+        gate, up = columns_as_rows(source.stack([f"{base}.gate_up_proj"], E, dim, 2 * width), 2)
+        (down,) = columns_as_rows(source.stack([f"{base}.down_proj"], E, width, dim))
+        stack = ExpertStack(gate, up, down)
     gate_up = source.vector(f"{base}.gate_up_proj_bias", E, 2 * width)
     gate, up = (np.ascontiguousarray(gate_up[:, first::2]) for first in (0, 1))
     return stack, gate, up, source.vector(f"{base}.down_proj_bias", E, dim)
