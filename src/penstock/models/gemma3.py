@@ -104,7 +104,7 @@ def read_config(raw: dict) -> Config:
         local_rope=rope_of(fields, _SLIDING, head_dim, max_positions),
         embed_scale=_embed_scale(raw, fields, dim),
         mlp_width=fields.integer("intermediate_size"),
-        tied=fields.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", True)),
+        tied=fields.boolean("tie_word_embeddings", True) or top.boolean("tie_word_embeddings", True),
         softcap=fields.number("final_logit_softcapping", None, above=0),
     )
 

@@ -124,7 +124,7 @@ def read_config(raw: dict) -> Config:
         norm_eps=fields.number("rms_norm_eps", above=0),
         heads=H,
         mlp_widths=tuple(width * (wide if 0 < first_shared <= n else 1) for n in range(layers)),
-        tied=fields.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", True)),
+        tied=fields.boolean("tie_word_embeddings", True) or top.boolean("tie_word_embeddings", True),
         softcap=fields.number("final_logit_softcapping", None, above=0),
         per_layer_width=per_layer,
         per_layer_vocab=fields.integer("vocab_size_per_layer_input", vocab) if per_layer else 0,
