@@ -262,6 +262,23 @@ def test_parse_whole_types_xml_parameters_by_the_schema(name, value, want):
 
 
 @pytest.mark.parametrize(
+    "schema, value, want",
+    [
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"const": True}, "true", True),
+        ({"enum": ["a", None]}, "null", None),
+        ({"enum": "1"}, "1", "1"),
+    ],
+)
+def test_parse_whole_types_parameters_without_a_type_by_their_choices(schema, value, want):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"x": schema}}}}
+    text = XML.format(f"<parameter=x>\n{value}\n</parameter>\n")
+    (call,) = parsed(text, "qwen-xml", tools=[tool]).tool_calls
+    assert json.loads(call.arguments) == {"x": want}
+
+
+@pytest.mark.parametrize(
     "inner, want",
     [
         ("<parameter=city>\nBonn\n<parameter=days>\n2\n</parameter>\n", {"city": "Bonn", "days": 2}),
