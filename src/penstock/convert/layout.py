@@ -101,6 +101,8 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     rules = family.mlx_rules(config, read)
     family = replace(family, unquantized=(*family.unquantized, *rules.unquantized))
     tensors, formats = _opened(checkpoint, dense)
+    if rules.in_columns:
+        _of_columns(checkpoint, tensors)
     names = _Names(rules, prefix, head, len(family.caches(read)), checkpoint.path)
     tensors, formats = names.renamed(tensors, formats)
     tensors = _experts_stacked(tensors, rules.expert_stack, str(checkpoint.path))
@@ -191,8 +193,6 @@ def _opened(checkpoint: Released, dense: bool) -> tuple[dict[str, Rows], dict[st
             found[name.removesuffix(_SCALE)] = _block_scaled(checkpoint, name, found)
             del found[name]
     in_blocks = _of_blocks(checkpoint, found)
-    if checkpoint.config.get("model_type") == "gpt_oss":
-        _of_columns(checkpoint, found)
     for path in in_blocks:
         if dense:
             parts = found.pop(f"{path}.weight"), found.pop(f"{path}.scales")

@@ -16,7 +16,7 @@ import numpy as np
 from penstock import ops
 from penstock.errors import InvalidArgument
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, GgufArchitecture, GgufNames
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.gguf_keys import GgufKeys, base, rotation, sliding
 from penstock.models.layers import (
     ExpertStack,
@@ -315,6 +315,7 @@ FAMILY = Family(
         "norms": ("*norm",),
         "attention": ("self_attn.*",),
     },
+    mlx_rules=lambda raw, config: MlxRules(in_columns=True),
     gguf=_GGUF,
     split=split,
 )
