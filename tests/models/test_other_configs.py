@@ -517,3 +517,15 @@ def test_a_wrapper_of_gemma_ties_a_head_whose_text_model_does_not() -> None:
     nested = changed(gemma3s.CONFIGS["nested"], tie_word_embeddings=False)
     assert gemma3.read_config(nested | {"tie_word_embeddings": True}).tied
     assert not gemma3.read_config(nested | {"tie_word_embeddings": False}).tied
+
+
+WHOLE = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL, "lfm2": LFM2, "gemma3": gemma3s.CONFIGS["text"]}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_read_config_refuses_that_a_part_of_a_head_turns(name: str) -> None:
+    """transformers and mlx-lm read past the key in these."""
+    config = WHOLE[name]
+    models.family_of(config).read_config(config | {"partial_rotary_factor": 1.0})
+    message = refused(config | {"partial_rotary_factor": 0.5})
+    assert message == "config.json: partial_rotary_factor is 0.5, expected 1: all channels of a head turn"

@@ -128,7 +128,7 @@ def rope_of(fields: Fields, kind: str, head_dim: int, max_positions: int) -> Rop
         parameters = Fields({"rope_theta": theta}, fields.where)
     elif parameters is None:
         parameters = fields.table("rope_scaling", None) or Fields({}, fields.where)
-    return read_rope(fields, head_dim, max_positions, parameters, theta=1e6)
+    return read_rope(fields, head_dim, max_positions, parameters, theta=1e6, whole=True)
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def read_config(raw: dict) -> Config:
         heads=H,
         kv_heads=Hkv,
         head_dim=D,
-        rope=read_rope(fields, D, max_positions, theta=150000.0),
+        rope=read_rope(fields, D, max_positions, theta=150000.0, whole=True),
         tied=fields.boolean("tie_word_embeddings", False),
         experts=count,
         top_k=fields.integer("num_experts_per_tok", 4, most=count),

@@ -125,7 +125,14 @@ def read_config(raw: dict) -> Config:
         heads=H,
         kv_heads=Hkv,
         head_dim=head_dim,
-        rope=read_rope(fields, head_dim, max_positions, theta=_THETA.get(model_type, 10000.0), share=share),
+        rope=read_rope(
+            fields,
+            head_dim,
+            max_positions,
+            theta=_THETA.get(model_type, 10000.0),
+            share=share,
+            whole=model_type not in ("glm4_moe", "minimax_m2"),
+        ),
         head_norms=model_type in ("qwen3", "qwen3_moe")
         or (model_type == "glm4_moe" and fields.boolean("use_qk_norm", False)),
         joint_norms=Heads(0, H, 0, Hkv, H, Hkv) if model_type == "minimax_m2" else None,
