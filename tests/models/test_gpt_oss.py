@@ -202,8 +202,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, l
     import transformers
 
     torch.manual_seed(3)
-    config = transformers.GptOssConfig(**{k: v for k, v in CONFIG.items() if k not in ("model_type", "architectures")})
-    model = transformers.GptOssForCausalLM(config).float().eval()
+    known = {k: v for k, v in CONFIG.items() if k not in ("model_type", "architectures")}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**known, swiglu_alpha=1.3)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:

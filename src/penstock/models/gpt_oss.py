@@ -42,7 +42,6 @@ from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
 
 _KINDS = ("sliding_attention", "full_attention")
-_ALPHA = 1.702
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ class Config:
     top_k: int
     expert_width: int
     limit: float
+    alpha: float
 
 
 def read_config(raw: dict) -> Config:
@@ -94,6 +94,7 @@ def read_config(raw: dict) -> Config:
         top_k=fields.integer("num_experts_per_tok", 4, most=count),
         expert_width=fields.integer("intermediate_size"),
         limit=fields.number("swiglu_limit", 7.0, above=0),
+        alpha=fields.number("swiglu_alpha", 1.702, above=0),
     )
 
 
@@ -233,7 +234,7 @@ def feed_forward(step: Step, x: Array, w: Experts, config: Config) -> Array:
         return over_ranks(step, nothing(x))
     y = ops.moe_biased_forward(
         x, ids, weights, stack.gate, stack.up, stack.down, w.gate_bias, w.up_bias, w.down_bias, stack.slot_of,
-        config.limit, _ALPHA, step.activations,
+        config.limit, config.alpha, step.activations,
     )  # fmt: skip
     return over_ranks(step, y)
 
