@@ -285,6 +285,7 @@ def test_quantize_names_the_first_group_it_cannot_take(function, value, dtype, s
         (np.zeros((2, 64)), 4, 64, DTypeError, "array has dtype float64, expected one of float32, float16, bfloat16"),
         (np.zeros((2, 64), ">f4"), 4, 64, DTypeError, "array has dtype >f4, expected one of"),
         ([[0.0] * 64], 4, 64, DTypeError, "array is a list, expected a NumPy array or torch tensor"),
+        (np.ma.zeros((2, 64), F32), 4, 64, DTypeError, "array is a MaskedArray, expected a plain NumPy array"),
         (np.zeros(64, np.float32), 4, 64, ShapeError, "array has shape (64,), expected at least 2 axes"),
         (np.zeros((2, 0), np.float32), 4, 64, ShapeError, "array has shape (2, 0), expected no empty axis but"),
         (np.zeros((2, 96), np.float32), 4, 64, ShapeError, "array has K = 96, expected a multiple of group_size = 64"),
@@ -382,7 +383,7 @@ def test_quantize_to_floats_equals_mlx(function, dtype, mode, mx, rng):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_quantize_with_a_global_scale_equals_mlx(function, dtype, mx, rng):
     x = floats_of_all_kinds(rng, dtype)
-    for factor in np.float32([1, 0.37, 5.5, 100, 1e-30, 3e30, 7.123]):
+    for factor in np.float32([1, 0.37, 5.5, 100, 1e-30, 3e30, 7.123, 1e-36, 1e-40]):  # 2688 over the last is infinite
         got = function(x, mode="nvfp4", global_scale=float(factor))
         want = mx.quantize(to_mlx(mx, x), mode="nvfp4", global_scale=mx.array(factor))
         assert (got.global_scale.shape, got.global_scale) == ((), factor)
@@ -412,7 +413,9 @@ def test_matrices_of_a_stack_have_global_scales_of_their_own(function, rng):
         ("nvfp4", 0.0, InvalidArgument, "global_scale has a number that is not finite and above 0"),
         ("nvfp4", np.float32([1, np.nan]), InvalidArgument, "global_scale has a number that is not finite and above 0"),
         ("nvfp4", np.ones(3, F32), ShapeError, "global_scale has shape (3,), expected () or (2,)"),
+        ("nvfp4", 1e300, InvalidArgument, "global_scale has a number that is not finite and above 0"),
         ("nvfp4", "all", DTypeError, "global_scale is 'all', expected a number or float32"),
+        ("nvfp4", [[1], [1, 2]], DTypeError, "global_scale is [[1], [1, 2]], expected a number or float32"),
     ],
 )
 def test_quantize_refuses_a_global_scale(function, mode, factor, error, message):
@@ -648,6 +651,10 @@ def test_quantized_tensor_refuses_mixed_homes_and_unknown_devices(rng):
         t.with_arrays(t.packed, t.scales, t.biases.T.contiguous().T)
     with pytest.raises(InvalidArgument, match=r"^QuantizedTensor.to: device is 'tpu', expected cpu, torch, cuda or"):
         q.to("tpu")
+    with pytest.raises(InvalidArgument, match=r"^QuantizedTensor.to: device is None, expected cpu, torch, cuda or"):
+        q.to(None)  # type: ignore[arg-type]
+    with pytest.raises(DTypeError, match=r"^quantize: array is a tensor on the device meta, expected one on cpu"):
+        quantize(torch.zeros(2, 64, device="meta"))
     if not torch.cuda.is_available():
         with pytest.raises(BackendError, match=r"^QuantizedTensor.to: 'cuda:1' needs a CUDA device"):
             q.to("cuda:1")

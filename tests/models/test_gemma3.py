@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,13 @@ def test_logits_are_those_of_mlx(name: str, mlx: Callable[[str], Case]) -> None:
     case = mlx(name)
     assert error(load(case.folder).logits(case.tokens), case.want) <= SHORT
     check_cosines(load(case.folder, "cpu", "int8").logits(case.tokens), case.want)
+
+
+def test_the_factor_of_embeddings_is_rounded_to_the_dtype_of_the_model(tmp_path: Path) -> None:
+    """√96 is no float of 16 bits; transformers rounds it to the dtype it computes in, mlx-lm to bfloat16."""
+    case = make(tmp_path / "hf", config_of(hidden_size=96, num_hidden_layers=3, torch_dtype="float32"), FACTORS, 20)
+    assert reference_error(case) <= SHORT
+    assert reference_error(converted(case, tmp_path / "mlx", 20, **FOUR)) <= SHORT
 
 
 def test_pieces_and_single_tokens_are_right(hf: Callable[[str], Case]) -> None:

@@ -11,14 +11,14 @@ import pytest
 import penstock
 from penstock.analysis.expert_routes import record
 from penstock.analysis.survey import survey
-from penstock.convert.run import convert
+from penstock.convert.run import Options, convert
 from penstock.errors import CheckpointError
 from penstock.models import family_of
 from penstock.quant import QuantizedTensor, dequantize
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import resolve_model
 from tests.cli.common import call
-from tests.models.common import error, some_tokens, write_model
+from tests.models.common import error, some_tokens, write_model, write_tokenizer
 from tests.models.made import SHORT, mlx_logits
 
 CONFIG: dict[str, Any] = {
@@ -193,6 +193,43 @@ def test_logits_agree_with_transformers(files: str, request: pytest.FixtureReque
     with torch.no_grad():
         want = model(torch.tensor([tokens])).logits[0].numpy()
     assert error(logits(folder, tokens), want) <= SHORT
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, list[int]]:
+    """A folder as transformers saves it, dense, with columns of gate and up in turns, and its logits."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(3)
+    known = {k: v for k, v in CONFIG.items() if k not in ("model_type", "architectures")}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**known, swiglu_alpha=1.3)).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0, 0.1)
+        folder, tokens = tmp_path_factory.mktemp("gpt_oss") / "saved", some_tokens(30)
+        model.save_pretrained(folder)
+        write_tokenizer(folder)
+        return folder, model(torch.tensor([tokens])).logits[0].numpy(), tokens
+
+
+def test_files_that_transformers_saves_are_read_and_converted(saved: Any, tmp_path: Path) -> None:
+    folder, want, tokens = saved
+    assert error(logits(folder, tokens), want) <= SHORT
+    assert error(logits(folder, tokens, device="reference"), want) <= SHORT
+    convert(folder, tmp_path / "made")
+    assert error(logits(tmp_path / "made", tokens), want) <= SHORT
+    convert(folder, tmp_path / "small", Options(quantize=True, q_bits=8, q_group_size=32))
+    resident = logits(tmp_path / "small", tokens)
+    np.testing.assert_array_equal(logits(tmp_path / "small", tokens, expert_cache="60%"), resident)
+    assert not survey(resolve_model(folder)).notices
+
+
+def test_files_that_transformers_saves_cannot_be_streamed(saved: Any) -> None:
+    message = r"layers.0.mlp.experts.gate_up_proj has the columns of each expert as rows, which cannot be streamed, exp"
+    with pytest.raises(CheckpointError, match=message):
+        penstock.load(saved[0], device="cpu", expert_cache="60%")
 
 
 def test_blocks_of_every_scale_are_what_transformers_reads(tmp_path: Path) -> None:

@@ -257,6 +257,8 @@ def test_read_config_takes_the_lists_and_the_keys_of_transformers() -> None:
         linear_attn_config="left out", layer_types=list(config.layer_types), mlp_layer_types=["dense"] + 3 * ["sparse"]
     )
     assert kimi_linear.read_config(other | keys) == config
+    other.pop("first_k_dense_replace")  # transformers leaves it out
+    assert kimi_linear.read_config(other | keys) == config
     assert kimi_linear.read_config(config_of() | {"num_hidden_layers": 3}).layer_types == config.layer_types[:3]
 
 

@@ -177,6 +177,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         sliding_window=32,
         max_window_layers=1,
     ),
+    # as transformers writes it
+    "qwen2 moe saved": config_of(
+        "qwen2_moe",
+        **{key: EXPERTS[key] for key in EXPERTS if key != "head_dim"} | {"num_hidden_layers": 2},
+        shared_expert_intermediate_size=64,
+        use_sliding_window=False,
+        sliding_window=0,
+        layer_types=["full_attention"] * 2,
+    ),
     "mixtral": config_of(
         "mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None, rope_theta=1e6, intermediate_size=96
     ),

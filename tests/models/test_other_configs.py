@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from penstock import models
-from penstock.models import deepseek_v3, gemma4, lfm2, llama
+from penstock.models import deepseek_v3, gemma3, gemma4, lfm2, llama
 from tests.models import test_deepseek_v3 as deepseek
+from tests.models import test_gemma3 as gemma3s
 from tests.models import test_gemma4 as gemma
 from tests.models import test_lfm2 as lfms
 from tests.models import test_llama as llamas
@@ -489,6 +490,9 @@ def test_read_config_of_a_wrapper_is_that_of_its_text_model() -> None:
     config = llama.read_config(untold)
     assert config.tied and not llama.read_config(untold | {"tie_word_embeddings": False}).tied
     assert llama.FAMILY.mlx_rules(untold, config).config["text_config"]["tie_word_embeddings"] is True
+    apart = changed(SEEING, tie_word_embeddings=False)
+    for tied in (True, False):
+        assert llama.read_config(apart | {"tie_word_embeddings": tied}).tied == tied
     assert " text_config is missing, expected an object" in refused({"model_type": "mistral3"})
     assert "text_config: model_type is 'qwen3', expected one of 'mistral', 'ministral3'" in refused(
         changed(SEEING, model_type="qwen3")
@@ -504,3 +508,24 @@ def test_caches_have_one_layout_per_layer(read: Callable[[dict[str, Any]], Any],
     family = models.family_of(config)
     text = config.get("text_config", config)
     assert len(family.caches(read(config))) == text["num_hidden_layers"]
+
+
+def test_a_wrapper_of_gemma_ties_a_head_whose_text_model_does_not() -> None:
+    apart = changed(GEMMA, tie_word_embeddings=False)
+    assert gemma4.read_config(apart | {"tie_word_embeddings": True}).tied
+    assert not gemma4.read_config(apart | {"tie_word_embeddings": False}).tied
+    nested = changed(gemma3s.CONFIGS["nested"], tie_word_embeddings=False)
+    assert gemma3.read_config(nested | {"tie_word_embeddings": True}).tied
+    assert not gemma3.read_config(nested | {"tie_word_embeddings": False}).tied
+
+
+WHOLE = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL, "lfm2": LFM2, "gemma3": gemma3s.CONFIGS["text"]}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_read_config_refuses_that_a_part_of_a_head_turns(name: str) -> None:
+    """transformers and mlx-lm read past the key in these."""
+    config = WHOLE[name]
+    models.family_of(config).read_config(config | {"partial_rotary_factor": 1.0})
+    message = refused(config | {"partial_rotary_factor": 0.5})
+    assert message == "config.json: partial_rotary_factor is 0.5, expected 1: all channels of a head turn"

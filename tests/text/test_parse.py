@@ -262,6 +262,23 @@ def test_parse_whole_types_xml_parameters_by_the_schema(name, value, want):
 
 
 @pytest.mark.parametrize(
+    "schema, value, want",
+    [
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"const": True}, "true", True),
+        ({"enum": ["a", None]}, "null", None),
+        ({"enum": "1"}, "1", "1"),
+    ],
+)
+def test_parse_whole_types_parameters_without_a_type_by_their_choices(schema, value, want):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"x": schema}}}}
+    text = XML.format(f"<parameter=x>\n{value}\n</parameter>\n")
+    (call,) = parsed(text, "qwen-xml", tools=[tool]).tool_calls
+    assert json.loads(call.arguments) == {"x": want}
+
+
+@pytest.mark.parametrize(
     "inner, want",
     [
         ("<parameter=city>\nBonn\n<parameter=days>\n2\n</parameter>\n", {"city": "Bonn", "days": 2}),
@@ -358,9 +375,10 @@ LFM2_CALL = "<|tool_call_start|>[ping({})]<|tool_call_end|>"
         ("a={\"b\": [true, null], 'c': 1, 2: 3,}, ", {"a": {"b": [True, None], "c": 1, "2": 3}}),
         (" a = New York , b = 007", {"a": "New York", "b": 7.0}),
         ("a='x\ny<b>)]'", {"a": "x\ny<b>)]"}),
+        ('a="""say "x"\n""", b=\'\'\'\'\'\', c="", d=[""]', {"a": 'say "x"\n', "b": "", "c": "", "d": [""]}),
         ("", {}),
     ],
-    ids="quotes escapes pair words numbers keys nested json bare line none".split(),
+    ids="quotes escapes pair words numbers keys nested json bare line three none".split(),
 )
 def test_parse_whole_turns_python_values_into_json(inner, want):
     message = parsed(LFM2_CALL.replace("{}", inner), "lfm2")
@@ -475,6 +493,12 @@ def test_parse_whole_reads_harmony_calls_that_deviate(text, name, arguments):
     assert parsed(again, "harmony") == Message("Done.", None, calls((name, arguments)))
 
 
+def test_parse_whole_reads_harmony_calls_one_behind_the_other_without_markers_between():
+    call = "<|channel|>commentary to=functions.ping json<|message|>"
+    text = f'{call}{{"a": "<|channel|>"}}{call}{{}}<|channel|>final<|message|>Done.'
+    assert parsed(text, "harmony") == Message("Done.", None, calls(("ping", '{"a": "<|channel|>"}'), ("ping", "{}")))
+
+
 def test_parse_whole_shows_harmony_calls_by_their_channel_if_there_are_no_tools():
     text = written("harmony", "Hm.", "why", [("ping", {"a": 1})])
     assert parsed(text, "harmony", tools=None) == Message('Hm.\n\n{"a": 1}', "why", [])
@@ -492,6 +516,7 @@ def test_parser_cut_anywhere_in_harmony_shows_a_beginning_and_no_markers():
         want = [whole.reasoning_content, whole.content, *(c.arguments for c in whole.tool_calls)]
         assert all(full.startswith(part.rstrip("< \n")) for part, full in zip(seen, want, strict=False)), (end, seen)
         assert not any("<|" in part for part in seen)
+        assert not any(c.arguments.endswith("<") for c in message.tool_calls)
         assert [c.name for c in message.tool_calls] == ["weather", "ping"][: len(message.tool_calls)]
 
 

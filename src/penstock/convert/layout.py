@@ -101,6 +101,8 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     rules = family.mlx_rules(config, read)
     family = replace(family, unquantized=(*family.unquantized, *rules.unquantized))
     tensors, formats = _opened(checkpoint, dense)
+    if rules.in_columns:
+        _of_columns(checkpoint, tensors)
     names = _Names(rules, prefix, head, len(family.caches(read)), checkpoint.path)
     tensors, formats = names.renamed(tensors, formats)
     tensors = _experts_stacked(tensors, rules.expert_stack, str(checkpoint.path))
@@ -227,21 +229,45 @@ def _of_blocks(checkpoint: Released, found: dict[str, Rows]) -> list[str]:
         base, _, module = path.rpartition(".")
         codes, scales = (found.pop(part) for part in checkpoint.mxfp4_blocks(path))
         parts: dict[str, Rows] = {"weight": Words(codes), "scales": scales}
-        bias = found.pop(f"{path}_bias", None)
         if module != "gate_up_proj":
             paths.append(path)
             found |= {f"{path}.{part}": rows for part, rows in parts.items()}
-            found |= {} if bias is None else {f"{path}.bias": bias}
-            continue
-        if codes.shape[1] % 2:
+        elif codes.shape[1] % 2:
             raise CheckpointError(f"{checkpoint.path}: {name} has {codes.shape[1]} rows, expected those of gate and up")
-        for second, part in enumerate(("gate_proj", "up_proj")):
-            paths.append(f"{base}.{part}")
-            found |= {f"{base}.{part}.{end}": InTurns(rows, bool(second)) for end, rows in parts.items()}
-            if bias is not None:
-                single = InTurns(Shaped(bias, (*bias.shape, 1)), bool(second))
-                found[f"{base}.{part}.bias"] = Shaped(single, single.shape[:-1])
+        else:
+            paths += [f"{base}.gate_proj", f"{base}.up_proj"]
+            found |= _gate_and_up(base, parts)
+        found |= _bias_of(path, found)
     return paths
+
+
+def _of_columns(checkpoint: Released, found: dict[str, Rows]) -> None:
+    """Dense experts of gpt-oss as transformers saves them, [E, K, N] with the columns of gate and up in turns, in
+    mlx-lm's names and form.
+    """
+    for name in [name for name in found if _JOINED.fullmatch(name)]:
+        rows = found.pop(name)
+        if len(rows.shape) != 3 or rows.shape[2] % 2:
+            raise CheckpointError(f"{checkpoint.path}: {name} has shape {list(rows.shape)}, expected [E, K, an even N]")
+        E, K, _ = rows.shape
+        turned, (base, _, module) = Heads(rows, E, 0, K, turned=True), name.rpartition(".")
+        found |= _gate_and_up(base, {"weight": turned}) if module == "gate_up_proj" else {f"{name}.weight": turned}
+        found |= _bias_of(name, found)
+
+
+def _gate_and_up(base: str, parts: Mapping[str, Rows]) -> dict[str, Rows]:
+    """Two modules out of the parts of one that has their rows in turns."""
+    halves = enumerate(("gate_proj", "up_proj"))
+    return {f"{base}.{half}.{end}": InTurns(rows, bool(n)) for n, half in halves for end, rows in parts.items()}
+
+
+def _bias_of(path: str, found: dict[str, Rows]) -> dict[str, Rows]:
+    """The bias of a module of gpt-oss, taken out of `found`, in mlx-lm's names; none if it has none."""
+    bias, (base, _, module) = found.pop(f"{path}_bias", None), path.rpartition(".")
+    if bias is None or module != "gate_up_proj":
+        return {} if bias is None else {f"{path}.bias": bias}
+    halves = _gate_and_up(base, {"bias": Shaped(bias, (*bias.shape, 1))})
+    return {name: Shaped(half, half.shape[:-1]) for name, half in halves.items()}
 
 
 def _block_scaled(checkpoint: Released, name: str, found: Mapping[str, Rows]) -> Rows:

@@ -119,13 +119,14 @@ def text_part(raw: Any, known: Sequence[str], wrapper: str, nested: Sequence[str
     """The keys of a text model and its model_type: of config.json itself, one of `known`, or of the `text_config` of a
     `wrapper` (a model that sees, too), one of `nested`.
 
-    A wrapper says of its text model whether the head is tied, where that does not.
+    The head is tied if a wrapper or its text model says so: transformers makes wrappers that do around text models that
+    do not, and looks at the wrapper; a head in the files counts all the same.
     """
     top = Fields(raw, "config.json")
     if top.values.get("model_type") != wrapper:
         return top, top.choice("model_type", known)
     fields = top.table("text_config")
-    if "tie_word_embeddings" not in fields and "tie_word_embeddings" in top:
+    if "tie_word_embeddings" in top and (top.values["tie_word_embeddings"] or "tie_word_embeddings" not in fields):
         tied = {"tie_word_embeddings": top.values["tie_word_embeddings"]}
         fields = Fields({**fields.values, **tied}, fields.where)
     return fields, fields.choice("model_type", nested, nested[0])

@@ -97,6 +97,7 @@ class MlxRules:
     unquantized: tuple[str, ...] = ()  # ends of paths of matrices that mlx-lm cannot quantize in this model
     config: dict[str, Any] = field(default_factory=dict)  # keys of config.json that get another value
     within: bool = False  # the text model is below `model.language_model.`, its head beside that
+    in_columns: bool = False  # dense experts of released files are [E, K, N], the columns of gate and up in turns
     kept: tuple[str, ...] = ()  # ends of paths of modules that are written although the model does not use them
 
     @property

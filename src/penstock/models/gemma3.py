@@ -102,11 +102,21 @@ def read_config(raw: dict) -> Config:
         scale=fields.number("query_pre_attn_scalar", 256.0, above=0) ** -0.5,
         rope=rope_of(fields, _FULL, head_dim, max_positions),
         local_rope=rope_of(fields, _SLIDING, head_dim, max_positions),
-        embed_scale=float(np.float32(math.sqrt(dim)).astype(bfloat16)),
+        embed_scale=_embed_scale(raw, fields, dim),
         mlp_width=fields.integer("intermediate_size"),
-        tied=fields.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", True)),
+        tied=fields.boolean("tie_word_embeddings", True) or top.boolean("tie_word_embeddings", True),
         softcap=fields.number("final_logit_softcapping", None, above=0),
     )
+
+
+def _embed_scale(raw: dict, fields: Fields, dim: int) -> float:
+    """√dim in the dtype of the model, as transformers has it; bfloat16 if there is none, and always in mlx-lm's
+    conversions.
+    """
+    told = (table.values.get(key) for table in (fields, Fields(raw, "config.json")) for key in ("dtype", "torch_dtype"))
+    dtype = None if "quantization" in raw else next(filter(None, told), None)
+    root = np.float32(math.sqrt(dim))
+    return float(root if dtype == "float32" else root.astype(np.float16 if dtype == "float16" else bfloat16))
 
 
 def rope_of(fields: Fields, kind: str, head_dim: int, max_positions: int) -> Rope:
@@ -118,7 +128,7 @@ def rope_of(fields: Fields, kind: str, head_dim: int, max_positions: int) -> Rop
         parameters = Fields({"rope_theta": theta}, fields.where)
     elif parameters is None:
         parameters = fields.table("rope_scaling", None) or Fields({}, fields.where)
-    return read_rope(fields, head_dim, max_positions, parameters, theta=1e6)
+    return read_rope(fields, head_dim, max_positions, parameters, theta=1e6, whole=True)
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------

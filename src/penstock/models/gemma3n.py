@@ -111,7 +111,7 @@ def read_config(raw: dict) -> Config:
         streams=fields.integer("altup_num_inputs", least=2, most=64),
         scaled=fields.boolean("altup_correct_scale", True),
         laurel_rank=fields.integer("laurel_rank"),
-        tied=fields.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", True)),
+        tied=fields.boolean("tie_word_embeddings", True) or top.boolean("tie_word_embeddings", True),
         softcap=fields.number("final_logit_softcapping", None, above=0),
         per_layer_width=fields.integer("hidden_size_per_layer_input"),
         per_layer_vocab=fields.integer("vocab_size_per_layer_input", most=vocab),

@@ -124,7 +124,7 @@ def read_config(raw: dict) -> Config:
         norm_eps=fields.number("rms_norm_eps", above=0),
         heads=H,
         mlp_widths=tuple(width * (wide if 0 < first_shared <= n else 1) for n in range(layers)),
-        tied=fields.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", True)),
+        tied=fields.boolean("tie_word_embeddings", True) or top.boolean("tie_word_embeddings", True),
         softcap=fields.number("final_logit_softcapping", None, above=0),
         per_layer_width=per_layer,
         per_layer_vocab=fields.integer("vocab_size_per_layer_input", vocab) if per_layer else 0,
@@ -148,7 +148,8 @@ def _kind(fields: Fields, kind: str, kinds_of: Sequence[str], H: int, max_positi
     if "per_layer_config" in fields:
         kv_heads, head_dim = _overridden(fields, kind, kinds_of, kv_heads, head_dim)
     fields.require(H % kv_heads == 0, f"num_attention_heads is {H}, expected a multiple of {kv_heads} key/value heads")
-    return Kind(H, kv_heads, head_dim, read_rope(fields, head_dim, max_positions, parameters), window, values)
+    rope = read_rope(fields, head_dim, max_positions, parameters)
+    return Kind(H, kv_heads, head_dim, rope, window, values)
 
 
 def _overridden(fields: Fields, kind: str, kinds_of: Sequence[str], kv_heads: int, head_dim: int) -> tuple[int, int]:

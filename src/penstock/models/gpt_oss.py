@@ -1,8 +1,8 @@
 """gpt-oss: attention with sinks, every other layer in a sliding window, and experts with biases and a clamped SwiGLU.
 
-model_type `gpt_oss` (gpt-oss-20b and -120b), in mlx-lm's layout (experts in mxfp4 or any other format) or as released
-(blocks of mxfp4, rows of gate and up in turns). Axis letters: T tokens, H query heads, Hkv key/value heads, D width of
-a head.
+model_type `gpt_oss` (gpt-oss-20b and -120b), in mlx-lm's layout (experts in mxfp4 or any other format), as released
+(blocks of mxfp4, rows of gate and up in turns) or dense as transformers has it (columns in turns). Axis letters: T
+tokens, H query heads, Hkv key/value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import numpy as np
 from penstock import ops
 from penstock.errors import InvalidArgument
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, GgufArchitecture, GgufNames
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.gguf_keys import GgufKeys, base, rotation, sliding
 from penstock.models.layers import (
     ExpertStack,
     adjacent,
     apply_rope,
+    columns_as_rows,
     embed,
     flat,
     head_logits,
@@ -41,7 +42,6 @@ from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
 
 _KINDS = ("sliding_attention", "full_attention")
-_ALPHA = 1.702
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Config:
     top_k: int
     expert_width: int
     limit: float
+    alpha: float
 
 
 def read_config(raw: dict) -> Config:
@@ -87,12 +88,13 @@ def read_config(raw: dict) -> Config:
         heads=H,
         kv_heads=Hkv,
         head_dim=D,
-        rope=read_rope(fields, D, max_positions, theta=150000.0),
+        rope=read_rope(fields, D, max_positions, theta=150000.0, whole=True),
         tied=fields.boolean("tie_word_embeddings", False),
         experts=count,
         top_k=fields.integer("num_experts_per_tok", 4, most=count),
         expert_width=fields.integer("intermediate_size"),
         limit=fields.number("swiglu_limit", 7.0, above=0),
+        alpha=fields.number("swiglu_alpha", 1.702, above=0),
     )
 
 
@@ -163,8 +165,13 @@ def _experts(source: Source, config: Config, path: str) -> tuple[ExpertStack, np
         biases = (("gate", width), ("up", width), ("down", dim))
         gate, up, down = (source.vector(f"{base}.{part}_proj.bias", E, size) for part, size in biases)
         return read_experts(source, path, "experts", E, dim, width), gate, up, down
-    down = source.stack([f"{base}.down_proj"], E, dim, width)
-    stack = ExpertStack(*in_turns(source.stack([f"{base}.gate_up_proj"], E, 2 * width, dim)), down)
+    if f"{base}.gate_up_proj_blocks" in source:
+        down = source.stack([f"{base}.down_proj"], E, dim, width)
+        stack = ExpertStack(*in_turns(source.stack([f"{base}.gate_up_proj"], E, 2 * width, dim)), down)
+    else:
+        gate, up = columns_as_rows(source.stack([f"{base}.gate_up_proj"], E, dim, 2 * width), 2)
+        (down,) = columns_as_rows(source.stack([f"{base}.down_proj"], E, width, dim))
+        stack = ExpertStack(gate, up, down)
     gate_up = source.vector(f"{base}.gate_up_proj_bias", E, 2 * width)
     gate, up = (np.ascontiguousarray(gate_up[:, first::2]) for first in (0, 1))
     return stack, gate, up, source.vector(f"{base}.down_proj_bias", E, dim)
@@ -227,7 +234,7 @@ def feed_forward(step: Step, x: Array, w: Experts, config: Config) -> Array:
         return over_ranks(step, nothing(x))
     y = ops.moe_biased_forward(
         x, ids, weights, stack.gate, stack.up, stack.down, w.gate_bias, w.up_bias, w.down_bias, stack.slot_of,
-        config.limit, _ALPHA, step.activations,
+        config.limit, config.alpha, step.activations,
     )  # fmt: skip
     return over_ranks(step, y)
 
@@ -309,6 +316,7 @@ FAMILY = Family(
         "norms": ("*norm",),
         "attention": ("self_attn.*",),
     },
+    mlx_rules=lambda raw, config: MlxRules(in_columns=True),
     gguf=_GGUF,
     split=split,
 )

@@ -96,8 +96,11 @@ def read_config(raw: dict) -> Config:
     fields.require(Hkv == H, f"num_key_value_heads is {Hkv}, expected {H} (num_attention_heads)")
 
     count = fields.integer("num_experts", least=0)
-    dense = fields.integer("first_k_dense_replace", least=0) if count else layers
     kinds = fields.items("mlp_layer_types", str, None)
+    if count and kinds is not None:  # all that transformers writes of them
+        dense = fields.integer("first_k_dense_replace", kinds.count("dense"), least=0)
+    else:
+        dense = fields.integer("first_k_dense_replace", least=0) if count else layers
     if kinds is not None:
         expected = ("dense",) * min(dense, layers) + ("sparse",) * (layers - dense)
         fields.require(kinds == expected, f"mlp_layer_types has another order, expected {layers}: {dense} dense first")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
+from penstock.errors import CheckpointError
 from penstock.experts.layout import ExpertFiles
 from penstock.experts.layout import in_turns as in_turns_in_files
 from penstock.models.rope import Rope
@@ -187,6 +188,25 @@ def in_turns(stack: Weight) -> tuple[Weight, Weight]:
         first, second = (stack.with_arrays(*(every_other(part, n) for part in stack.parts)) for n in (0, 1))
         return first, second
     return every_other(stack, 0), every_other(stack, 1)
+
+
+def columns_as_rows(stack: Any, turns: int = 1) -> tuple[Array, ...]:
+    """A dense stack [E, K, N] as one [E, N, K], or as `turns` of them that have its columns in turns: copies, on its
+    device. Raises CheckpointError for experts that stay in files.
+    """
+    if isinstance(stack, ExpertFiles):
+        raise CheckpointError(
+            f"{stack.name} has the columns of each expert as rows, which cannot be streamed, expected them resident "
+            "(expert_cache) or in mlx-lm's layout: penstock convert"
+        )
+
+    def made(array: Any) -> Any:
+        rows = array.swapaxes(1, 2)
+        if not isinstance(rows, np.ndarray):
+            return rows.contiguous()
+        return rows if 0 in rows.strides else np.copy(rows, order="C")  # what only has a shape gets no memory
+
+    return tuple(made(stack[:, :, first::turns]) for first in range(turns))
 
 
 def mlp(step: Step, x: Array, w: Mlp, act: str = "silu") -> Array:

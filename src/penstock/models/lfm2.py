@@ -135,7 +135,7 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
         if table is not None:
             table.choice("rope_type", ("default",), "default")
             table.choice("type", ("default",), "default")
-    return read_rope(fields, head_dim, max_positions, theta=1e6)
+    return read_rope(fields, head_dim, max_positions, theta=1e6, whole=True)
 
 
 def _dense_width(fields: Fields, dim: int) -> int:

@@ -53,6 +53,7 @@ MODEL_TYPES = (*_TEXT, _WRAPPER)
 _WINDOWED = ("mistral", "mixtral")  # `sliding_window` counts for all layers
 _THETA = {"mixtral": 1e6, "minimax_m2": 5e6}  # where rope_theta is missing; of the others 10000
 _BLOCK = {"mixtral": "block_sparse_moe", "minimax_m2": "block_sparse_moe"}  # the module of experts; of the others mlp
+_TURNED = "rope.dimension_count"  # in configs made of GGUF files, where heads of all these may turn in part
 _SHARED = {"qwen2_moe": "shared_expert", "glm4_moe": "shared_experts"}  # the module of the shared expert
 
 
@@ -125,7 +126,14 @@ def read_config(raw: dict) -> Config:
         heads=H,
         kv_heads=Hkv,
         head_dim=head_dim,
-        rope=read_rope(fields, head_dim, max_positions, theta=_THETA.get(model_type, 10000.0), share=share),
+        rope=read_rope(
+            fields,
+            head_dim,
+            max_positions,
+            theta=_THETA.get(model_type, 10000.0),
+            share=share,
+            whole=model_type not in ("glm4_moe", "minimax_m2") and _TURNED not in fields,
+        ),
         head_norms=model_type in ("qwen3", "qwen3_moe")
         or (model_type == "glm4_moe" and fields.boolean("use_qk_norm", False)),
         joint_norms=Heads(0, H, 0, Hkv, H, Hkv) if model_type == "minimax_m2" else None,
@@ -199,7 +207,8 @@ def _windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, 
     """Mistral's window counts for all layers; Qwen's only with `use_sliding_window`, for all layers of a model with
     experts, from a layer on or by list else.
     """
-    window = fields.integer("sliding_window", None)
+    unused = model_type == "qwen2_moe" and not fields.boolean("use_sliding_window", False)
+    window = None if unused else fields.integer("sliding_window", None)  # transformers writes 0 then
     if model_type == "ministral3":  # transformers and mlx-lm have windows in different layers
         if window is not None:
             raise fields.error("sliding_window", "null")
@@ -521,7 +530,10 @@ def _attention_config(keys: GgufKeys, model_type: str) -> dict[str, Any]:
         "attention_bias": keys.has(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
         "mlp_bias": keys.has(r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
     }
-    return config | biased | rotation(keys, config["head_dim"])
+    turned = rotation(keys, config["head_dim"])
+    if "partial_rotary_factor" in turned:
+        turned[_TURNED] = keys.integer(_TURNED)
+    return config | biased | turned
 
 
 def _dense_config(keys: GgufKeys, model_type: str) -> dict[str, Any]:

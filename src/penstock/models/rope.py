@@ -36,10 +36,12 @@ def read_rope(
     parameters: Fields | None = None,
     theta: float | None = None,
     share: float = 1.0,
+    whole: bool = False,
 ) -> Rope:
     """The table of a head of `head_dim` channels; `parameters` overrides `rope_parameters` (one per layer kind).
 
-    theta and share are what a family takes where `rope_theta` and `partial_rotary_factor` are missing.
+    theta and share are what a family takes where `rope_theta` and `partial_rotary_factor` are missing. whole: heads of
+    the family turn as a whole, `proportional` aside.
     """
     fields.require(head_dim <= MOST_ROWS, f"heads have {head_dim} rotary channels, expected at most {MOST_ROWS}")
     table = parameters or fields.table("rope_parameters", None) or fields.table("rope_scaling", None)
@@ -57,6 +59,9 @@ def read_rope(
     width = int(head_dim * share)
     fields.require(
         width >= 2 and width % 2 == 0, f"partial_rotary_factor gives {width} rotary channels, expected an even number"
+    )
+    fields.require(
+        not whole or width == head_dim, f"partial_rotary_factor is {share:g}, expected 1: all channels of a head turn"
     )
     if kind == "linear":
         return Rope(ops.rope_inv_freq(width, theta, table.number("factor", above=0)), width)

@@ -70,7 +70,7 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 def to_torch(array: Any, device: str) -> Any:
     """An array or tensor as a torch tensor: "torch" on the host, on the same memory if possible; "cuda" or "cuda:n"."""
-    if device != "torch" and device != "cuda" and not device.startswith("cuda:"):
+    if not isinstance(device, str) or not (device in ("torch", "cuda") or device.startswith("cuda:")):
         raise InvalidArgument(f"QuantizedTensor.to: device is {device!r}, expected cpu, torch, cuda or cuda:<n>")
     try:
         import torch

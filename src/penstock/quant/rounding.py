@@ -7,7 +7,7 @@ import numpy as np
 from penstock.backend_module import backend_module
 from penstock.dtypes import FLOATS, dtype_name, round_to
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
-from penstock.quant.arrays import is_torch, to_numpy
+from penstock.quant.arrays import fault_of, is_torch, to_numpy
 from penstock.quant.codes import pack_codes
 from penstock.quant.formats import COLUMNS, E2M1, E4M3, GLOBAL_UNIT, MODES, Format, resolve
 from penstock.quant.tensor import QuantizedTensor
@@ -103,7 +103,8 @@ def units_of(w: QuantizedTensor) -> np.ndarray:
     """What weights are multiplied by before they are rounded, float32, for each matrix of a stack or one for all."""
     if w.global_scale is None:
         return np.ones(1, np.float32)
-    return (GLOBAL_UNIT / w.global_scale).reshape(-1)
+    with np.errstate(over="ignore"):  # of a global scale below 8e-36 it is infinite
+        return (GLOBAL_UNIT / w.global_scale).reshape(-1)
 
 
 def _float_groups(w: np.ndarray, dtype: np.dtype, format: Format, unit: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -129,9 +130,9 @@ def _float_groups(w: np.ndarray, dtype: np.dtype, format: Format, unit: np.ndarr
 
 
 def _e4m3_codes(x: np.ndarray) -> np.ndarray:
-    """The E4M3 numbers nearest to finite float32 ones, ties to even, at most 448 in magnitude."""
+    """The E4M3 numbers nearest to float32 ones, ties to even, at most 448 in magnitude, which NaN becomes, too."""
     table = E4M3[:0x7F].astype(np.float64)
-    magnitude = np.abs(x).astype(np.float64)
+    magnitude = np.nan_to_num(np.abs(x).astype(np.float64), nan=np.inf, posinf=np.inf)
     above = np.clip(np.searchsorted(table, magnitude), 1, len(table) - 1)
     middle = (table[above - 1] + table[above]) / 2
     odd = above % 2 == 1  # in a tie the even one of the two codes
@@ -157,10 +158,14 @@ def _checked_scale(global_scale: Any, format: Format, matrices: tuple[int, ...])
         return None
     if not MODES[format.mode].global_scale:
         raise InvalidArgument(f"quantize: global_scale is given in mode {format.mode!r}, expected it for nvfp4 alone")
-    found = to_numpy(global_scale) if is_torch(global_scale) else np.asarray(global_scale)
-    if found.dtype.kind not in "fiu":
+    try:
+        found = to_numpy(global_scale) if is_torch(global_scale) else np.asarray(global_scale)
+    except ValueError:  # lists of different lengths
+        found = None
+    if found is None or found.dtype.kind not in "fiu":
         raise DTypeError(f"quantize: global_scale is {global_scale!r:.60}, expected a number or float32")
-    found = found.astype(np.float32)
+    with np.errstate(over="ignore"):
+        found = found.astype(np.float32)
     if found.shape not in ((), (1,), matrices):
         raise ShapeError(f"quantize: global_scale has shape {found.shape}, expected () or {matrices}")
     if not (np.isfinite(found) & (found > 0)).all():
@@ -182,6 +187,8 @@ def _unfit_group(array: np.ndarray, group: int, group_size: int) -> InvalidArgum
 def _check_weights(array: Any, format: Format) -> None:
     if not (isinstance(array, np.ndarray) or is_torch(array)):
         raise DTypeError(f"quantize: array is a {type(array).__name__}, expected a NumPy array or torch tensor")
+    if fault := fault_of(array):
+        raise DTypeError(f"quantize: array is {fault}")
     if dtype_name(array.dtype) not in FLOATS:
         raise DTypeError(f"quantize: array has dtype {dtype_name(array.dtype)}, expected one of {', '.join(FLOATS)}")
     shape = tuple(array.shape)

@@ -237,9 +237,11 @@ def _e4m3_value(code):
 
 @njit
 def _e2m1_code(x):
-    """The nearest E2M1 number, the one nearer to 0 in a tie; far beyond 6 differences in float32 decide."""
+    """The nearest E2M1 number, the one nearer to 0 in a tie; far beyond 6 differences in float32 decide, and what is
+    not a number is 0.
+    """
     a = abs(x)
-    if a > np.float32(1 << 20):
+    if not a <= np.float32(1 << 20):
         return _nearest_e2m1(x)
     if a <= np.float32(0.25):
         return 0

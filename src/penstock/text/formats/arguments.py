@@ -8,6 +8,9 @@ from typing import Any
 from penstock.errors import InvalidArgument
 
 _KEY = re.compile(r"[^\s<>{}\[\]:,\"]{1,256}")
+_NAMES = {
+    str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object",
+}  # fmt: skip
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
@@ -76,6 +79,9 @@ def _types(schema: Any, root: Any, followed: set[str], depth: int = 0) -> frozen
             choices = schema.get(key)
             for choice in choices if isinstance(choices, list) else ():
                 types |= _types(choice, root, followed, depth + 1)
+    if not types:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        types = {_NAMES[type(v)] for v in values if type(v) in _NAMES} if isinstance(values, list) else types
     return frozenset(types | {"null"}) if types and schema.get("nullable") is True else frozenset(types)
 
 

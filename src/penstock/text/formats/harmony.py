@@ -208,12 +208,16 @@ class HarmonyParser(Parser):
         """The arguments of a call and the marker behind it, "" at the end of the text: they are not complete then."""
         json, held, begun = _JsonText(), "", False
         while (yield from self._more()):
-            if mark := (yield from self._word(_CALL, _END, _RETURN, _START)):
+            outside = () if json.in_string else (_CHANNEL,)  # a message whose <|start|> was forgotten
+            if mark := (yield from self._word(_CALL, _END, _RETURN, _START, *outside)):
                 if not begun:
                     self._argue("{}")
                 self.complete += 1
                 return mark
-            text = held + json((yield from self._some(TEXT)) or (yield from self._take()))
+            piece = (yield from self._some(TEXT)) or (yield from self._take())
+            if piece == "<" and not json.in_string and not (yield from self._more()):
+                break  # the beginning of a marker
+            text = held + json(piece)
             body = text if json.in_string else text.rstrip()
             held = text[len(body) :]
             if body := body if begun else body.lstrip():

@@ -145,17 +145,22 @@ class Lfm2Parser(JsonParser):
         return f"{''.join(pieces)}: "
 
     def _python_string(self, quote: str, put: Callable[[str], None]) -> Step[int]:
-        """The rest of a string behind its first quote, as that of a JSON string."""
+        """The rest of a string behind its first quote, as that of a JSON string; one of three quotes, too."""
+        if (yield from self._word(quote)):
+            if not (yield from self._word(quote)):
+                put('"')
+                return WHOLE
+            quote *= 3
         while character := (yield from self._peek()):
             if text := (yield from self._some(_TEXT)):
                 put(escaped(text))
             elif character == "<" and (yield from self._word(self._close)):
                 return CLOSED
+            elif (yield from self._word(quote)):
+                put('"')
+                return WHOLE
             else:
                 yield from self._take()
-                if character == quote:
-                    put('"')
-                    return WHOLE
                 put((yield from self._escape()) if character == "\\" else escaped(character))
         return CUT
 
