@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
 from penstock import QuantizedTensor, api
 from penstock.analysis.weights import Sum, WeightInfo, active_bytes, distinct, layer_of, walk
 from penstock.models.layers import ExpertStack
@@ -38,6 +39,16 @@ def test_active_bytes_counts_a_tied_head_once(llm):
     assert stored(tied) == stored(llm) - table
 
 
+@pytest.mark.parametrize("budget", ["0.5M", "1M"])
+def test_streamed_experts_count_wherever_they_are(budget):
+    """Slots, of which layers share some, are fewer than experts."""
+    whole, streamed = (penstock.load(expert_cache=given, max_context=64).engine.model for given in ("auto", budget))
+    assert streamed.experts is not None and whole.experts is None
+    assert Sum.of(distinct(streamed)).parameters == Sum.of(distinct(whole)).parameters
+    assert Sum.of(distinct(streamed)).nbytes == Sum.of(distinct(whole)).nbytes
+    assert [active_bytes(streamed, tokens) for tokens in (1, 5)] == [active_bytes(whole, tokens) for tokens in (1, 5)]
+
+
 def test_distinct_leaves_out_views(rng):
     @dataclass
     class Weights:
@@ -48,7 +59,7 @@ def test_distinct_leaves_out_views(rng):
 
     whole = rng.standard_normal((6, 4))
     q = QuantizedTensor(np.zeros((3, 8), "uint32"), np.zeros((3, 1), "float32"), np.zeros((3, 1), "float32"), 4, 64)
-    model = SimpleNamespace(weights=Weights(q, (whole[:2], whole[2:]), whole, q), config=None)
+    model = SimpleNamespace(weights=Weights(q, (whole[:2], whole[2:]), whole, q), config=None, experts=None)
     assert [(weight.path, weight.shape) for weight in distinct(model)] in (
         [("whole", (6, 4)), ("head", (3, 64))],
         [("head", (3, 64)), ("whole", (6, 4))],
@@ -77,7 +88,8 @@ def test_walk_knows_the_layer_and_the_role_of_every_array(rng):
 
     stack = ExpertStack(block(6, 2, 4), None, block(6, 4, 2), np.arange(6))
     layers = (Layer([block(4, 4), block(4)], block(4), block(3, 4)), Layer(block(4, 4), block(4), stack))
-    model = SimpleNamespace(weights=Weights(block(9, 4), layers, block(9, 4)), config=SimpleNamespace(top_k=2))
+    weights = Weights(block(9, 4), layers, block(9, 4))
+    model = SimpleNamespace(weights=weights, config=SimpleNamespace(top_k=2), experts=None)
     found = [(weight.path, weight.layer, weight.role, weight.share) for weight in walk(model)]
     assert found == [
         ("embed", None, "embedding", 1 / 9),

@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+
+from penstock.experts.streamed import Streamed
 from penstock.models.layers import ExpertStack
 from penstock.ops.array import address, is_array
+from penstock.ops.linear import FOREIGN
 from penstock.quant import Format, QuantizedTensor
 
 # Fields of a family's weights on the way to an array; the first that is there counts. Coarser than a family's
@@ -121,13 +125,16 @@ class Sum:
 
 
 class HasWeights(Protocol):
-    """A model, or its programs: a family's weights and config."""
+    """A model, or its programs: a family's weights and config, and experts that are not all in memory."""
 
     @property
     def weights(self) -> Any: ...
 
     @property
     def config(self) -> Any: ...
+
+    @property
+    def experts(self) -> Streamed | None: ...
 
 
 def walk(model: HasWeights) -> list[WeightInfo]:
@@ -139,16 +146,34 @@ def walk(model: HasWeights) -> list[WeightInfo]:
 def distinct(model: HasWeights) -> list[WeightInfo]:
     """Of weights that share their memory (views of joined ones, a head that is the table of embeddings) the largest.
 
-    Where that is a table and something else, it is something else.
+    Where that is a table and something else, it is something else. Of experts that are streamed all count, with those
+    that are in files alone: the slots of several layers are the same.
     """
-    found = [(*span(weight.array), weight) for weight in walk(model)]
+    weights, kept = walk(model), []
+    if model.experts is not None:
+        kept = _streamed(weights, model.experts)
+        weights = [one for one in weights if one.role != "experts" and not one.path.endswith(".slot_of")]
+    found = [(*span(weight.array), weight) for weight in weights]
     found.sort(key=lambda one: (one[0], -one[1], one[2].role == "embedding"))
-    kept, end = [], -1
+    end = -1
     for _, stop, weight in found:
         if stop > end:
             kept.append(weight)
             end = stop
     return kept
+
+
+def _streamed(weights: Iterable[WeightInfo], experts: Streamed) -> list[WeightInfo]:
+    """Stacks of streamed experts with as many as there are, of a split model this rank's, instead of slots."""
+    stacks = [weight for weight in weights if weight.role == "experts"]
+    layers = sorted({weight.layer for weight in stacks if weight.layer is not None})
+    counts = dict(zip(layers, (int(np.sum(own != FOREIGN)) for own in experts.store.slot_of), strict=True))
+    return [
+        replace(weight, shape=(counts[layer], *rest), nbytes=weight.nbytes // slots * counts[layer])
+        for weight in stacks
+        for layer, (slots, *rest) in [(weight.layer, weight.shape)]
+        if layer is not None
+    ]
 
 
 def active_bytes(model: HasWeights, tokens: int = 1) -> int:

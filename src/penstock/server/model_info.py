@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +61,10 @@ def _parameters(llm: LLM) -> tuple[int, str | None]:
     """How many numbers the weights stand for, and the bits of most of those that are quantized."""
     total, by_bits = 0, Counter[str]()
     for weight in distinct(llm.engine.model):
-        count = math.prod(weight.array.shape)
-        total += count
+        total += weight.parameters
         if isinstance(weight.array, QuantizedTensor):
             mode = weight.array.mode
-            by_bits[f"{weight.array.bits}-bit" if mode == "affine" else mode] += count
+            by_bits[f"{weight.array.bits}-bit" if mode == "affine" else mode] += weight.parameters
     return total, by_bits.most_common(1)[0][0] if by_bits else None
 
 
