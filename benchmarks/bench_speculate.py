@@ -2,14 +2,16 @@
 
     python benchmarks/bench_speculate.py [--model M | --random CONFIG] [--device cpu|cuda] [--threads 1] [--json FILE]
                                          [--svg FILE]
+    python benchmarks/bench_speculate.py --text FILE [--model M] [--draft-model HEAD] [--threads 1]
     python benchmarks/bench_speculate.py --read benchmarks/results/cpu_speculate.json --svg docs/images/speculation.svg
 
 First the texts with and without drafts are compared. Then answers with a made-up acceptance are timed, each beside one
 without drafts, so that both see the same machine: 1, 2 and 3 drafts in every step, and as many as the gate takes. The
 head and the verification run as they would. Last, texts that repeat themselves with n-gram drafts. Medians of ratios.
-With --threads 1 a CPU is timed by this thread's own clock: other programs count less. --read takes an earlier result in
-place of a measurement. The picture has a second part where --gpu, the result of `gpu_speculate.py --parts curve`, is
-there.
+With --text drafts are accepted as they are: prompts of 32 tokens are cut out of FILE, each answer with drafts is
+timed beside the one without, greedy and at temperature 0.8. With --threads 1 a CPU is timed by this thread's own clock:
+other programs count less. --read takes an earlier result in place of a measurement. The picture has a second part where
+--gpu, the result of `gpu_speculate.py --parts curve`, is there.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ REPEATED = 'item = {"name": "apple", "count": 3, "price": 1.5}\n' * 6
 clock = time.perf_counter
 
 
-def seconds(scheduler: Scheduler, prompt: list[int], count: int, seed: int, **drafting: Any) -> tuple[float, float]:
+def seconds(
+    scheduler: Scheduler, prompt: list[int], count: int, seed: int, temperature: float = 1.0, **drafting: Any
+) -> tuple[float, float]:
     """Per token of an answer behind its first one, and drafts per step that were verified."""
-    params = SamplingParams(temperature=1.0, seed=seed)
+    params = SamplingParams(temperature=temperature, seed=seed)
     handle = scheduler.submit(Request(prompt, params, count + 1, frozenset(), **drafting))
     next(handle)
     begin, got, before = clock(), 0, scheduler.metrics()
@@ -72,6 +76,28 @@ def swept(llm: LLM, prompt: list[int], count: int, rounds: int) -> dict[str, dic
             speed, drafts = found[form][accepted]
             print(f"{form:>9}  accepted {accepted:4.2f}  {speed:5.2f} x  {drafts:4.2f} drafts a step", flush=True)
     return found
+
+
+def on_text(llm: LLM, text: str, count: int, prompts: int) -> None:
+    """Speed as a ratio and tokens of a step behind prompts from a text, by form and temperature."""
+    ids = llm.tokenizer.encode(text)
+    step = max(32, len(ids) // prompts)
+    cut = [ids[at : at + 32] for at in range(0, step * prompts, step)]
+    for temperature in (0.0, 0.8):
+        for form, fixed in FORMS.items():
+            drafting = {"speculate": "mtp", "num_draft_tokens": fixed or 3, "fixed_drafts": fixed is not None}
+            with Scheduler(llm, max_sequences=1, prefix_cache=False) as scheduler:
+                seconds(scheduler, cut[0], count, 0, temperature, **drafting)
+                plain, own, steps = [], [], 0
+                for n, prompt in enumerate(cut):
+                    plain.append(seconds(scheduler, prompt, count, n, temperature, speculate="off")[0])
+                    before = scheduler.metrics().decode_steps
+                    own.append(seconds(scheduler, prompt, count, n, temperature, **drafting)[0])
+                    steps += scheduler.metrics().decode_steps - before
+            ratios = [without / drafted for without, drafted in zip(plain, own, strict=True)]
+            speed = f"{statistics.median(ratios):5.3f} x (median), {sum(plain) / sum(own):5.3f} (sums)"
+            tokens = count * len(cut) / steps
+            print(f"{form:>9}  temperature {temperature:3.1f}  {speed}  {tokens:4.2f} tokens a step", flush=True)
 
 
 def repeated(llm: LLM, rounds: int) -> float:
@@ -166,6 +192,9 @@ def _panel(title: str, lines: list[Line], most: float, box: tuple[int, int, int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
+    parser.add_argument("--draft-model", help="a folder with the head")
+    parser.add_argument("--text", type=Path, help="a text from which prompts are cut; drafts are accepted as they are")
+    parser.add_argument("--prompts", type=int, default=16, help="with --text: how many")
     parser.add_argument("--random")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
@@ -188,7 +217,11 @@ def main() -> None:
         raw = resolve_model(options.random, ("config",), files="config").read_config()
         llm = load_random(raw, device=options.device, max_context=2048, on_device=True)
     else:
-        llm = penstock.load(options.model, device=options.device, max_context=1024, threads=options.threads)
+        own = {"max_context": 1024, "threads": options.threads, "draft_model": options.draft_model}
+        llm = penstock.load(options.model, device=options.device, **own)
+    if options.text is not None:
+        on_text(llm, options.text.read_text(), options.tokens, options.prompts)
+        return
     prompts = [list(range(5 + n, 45 + n)) for n in range(4)]
     if options.random is None:
         check(llm, prompts)

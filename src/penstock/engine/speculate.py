@@ -37,7 +37,7 @@ _END = -1  # between texts
 _RECENT = 1 << 16  # tokens of answers that are remembered, at the least
 _SEEN = 32  # tokens up to which a match is measured
 GAIN = 1.04  # what drafts, or another number of them, have to bring at the least, as a factor
-_KEEP = 0.96  # and those of a model until they did not: how many are accepted is known to a few percent
+_KEEP = 0.98  # and those of a model until they did not: how many are accepted is known to a few percent
 
 
 def check_speculate(where: str, kind: object, drafts: object = None) -> None:
@@ -524,8 +524,8 @@ class Speculator:
         each = seconds / max(wanted.values())
         if self._timed:
             self._each.append(each / self.costs.pace)
-            if len(self._each) >= _SETTLED:  # each size of a head's steps is bound when it is first met
-                self.seconds_each = lower_quartile(self._each)
+            # each size of a head's steps is bound when it is first met: of a few the least counts
+            self.seconds_each = lower_quartile(self._each) if len(self._each) >= _SETTLED else min(self._each)
         self._timed = True
 
     def _tried(self, counts: list[int], found: Sequence[Proposal | None], room: int) -> list[int]:
