@@ -656,7 +656,7 @@ def load(
     own files have none.
     Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
-    check_speculate("load", speculate, num_draft_tokens)
+    num_draft_tokens = check_speculate("load", speculate, num_draft_tokens)
     if not isinstance(draft_model, str | os.PathLike | None):
         raise InvalidArgument(f"load: draft_model is {draft_model!r}, expected a path, a hub id or None")
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
@@ -680,7 +680,7 @@ def load(
         "cache_memory": cache_memory,
         "state_dtype": state_dtype,
         "speculate": speculate,
-        "num_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
+        "num_draft_tokens": num_draft_tokens,
         "draft_model": None if draft_model is None else os.fspath(draft_model),
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
@@ -1128,7 +1128,7 @@ def load_random(
     tensor_parallel_size, expert_parallel, step_timeout: as of `load`; each rank draws its own part, which is no part of
     what one device would draw. speculate, num_draft_tokens: as of `load`.
     """
-    check_speculate("load", speculate, num_draft_tokens)
+    num_draft_tokens = check_speculate("load", speculate, num_draft_tokens)
     given = {
         "config": dict(config),
         "device": device,
@@ -1143,7 +1143,7 @@ def load_random(
         "state_dtype": state_dtype,
         "expert_cache": "auto",
         "speculate": speculate,
-        "num_draft_tokens": None if num_draft_tokens is None else int(num_draft_tokens),
+        "num_draft_tokens": num_draft_tokens,
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     if ranks is None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.analysis.weights import walk
+from penstock.analysis.weights import expert_layers, walk
 from penstock.engine.admission import all_memory
 from penstock.engine.engine import Engine, Model
 from penstock.engine.heat import EXPERT_OPS, experts_of, ids_of, noting
@@ -260,9 +260,9 @@ def _expert_bytes(node: Node) -> int:
 
 def _layers(model: Model, count: int) -> tuple[int, ...]:
     """Numbers of the layers that have experts; they are as many as there are expert nodes."""
-    found = {weight.layer for weight in walk(model) if weight.role == "experts" and weight.layer is not None}
+    found = expert_layers(walk(model))
     assert len(found) == count
-    return tuple(sorted(found))
+    return tuple(found)
 
 
 # --------------------------------------------------------------------------------------------------------------------

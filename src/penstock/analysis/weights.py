@@ -166,14 +166,18 @@ def distinct(model: HasWeights) -> list[WeightInfo]:
 def _streamed(weights: Iterable[WeightInfo], experts: Streamed) -> list[WeightInfo]:
     """Stacks of streamed experts with as many as there are, of a split model this rank's, instead of slots."""
     stacks = [weight for weight in weights if weight.role == "experts"]
-    layers = sorted({weight.layer for weight in stacks if weight.layer is not None})
-    counts = dict(zip(layers, (int(np.sum(own != FOREIGN)) for own in experts.store.slot_of), strict=True))
-    return [
-        replace(weight, shape=(counts[layer], *rest), nbytes=weight.nbytes // slots * counts[layer])
-        for weight in stacks
-        for layer, (slots, *rest) in [(weight.layer, weight.shape)]
-        if layer is not None
-    ]
+    own = (int(np.sum(slot_of != FOREIGN)) for slot_of in experts.store.slot_of)
+    counts, found = dict(zip(expert_layers(stacks), own, strict=True)), []
+    for weight in stacks:
+        assert weight.layer is not None
+        count, (slots, *rest) = counts[weight.layer], weight.shape
+        found.append(replace(weight, shape=(count, *rest), nbytes=weight.nbytes // slots * count))
+    return found
+
+
+def expert_layers(weights: Iterable[WeightInfo]) -> list[int]:
+    """Numbers of the layers that have experts, ascending."""
+    return sorted({weight.layer for weight in weights if weight.role == "experts" and weight.layer is not None})
 
 
 def active_bytes(model: HasWeights, tokens: int = 1) -> int:

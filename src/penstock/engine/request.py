@@ -187,8 +187,7 @@ def make_request(
     if not isinstance(heat, bool):
         raise InvalidArgument(f"generate: expert_heat is {heat!r:.40}, expected True or False")
     speculate, drafts = options.pop("speculate", None), options.pop("num_draft_tokens", None)
-    check_speculate("generate", speculate, drafts)
-    drafts = None if drafts is None else int(drafts)
+    drafts = check_speculate("generate", speculate, drafts)
     hooks = make_hooks(options.pop("logits_processors", None), options.pop("sampler", None))
     params = sampling_params(options)
     if hooks is not None and hooks.sampler is not None:

@@ -40,18 +40,22 @@ GAIN = 1.04  # what drafts, or another number of them, have to bring at the leas
 _KEEP = 0.98  # and those of a model until they did not: how many are accepted is known to a few percent
 
 
-def check_speculate(where: str, kind: object, drafts: object = None) -> None:
-    """Raises InvalidArgument or DTypeError for what `speculate` and `num_draft_tokens` cannot be; None: not given."""
+def check_speculate(where: str, kind: object, drafts: object = None) -> int | None:
+    """The number of drafts, None if it is not given. Raises InvalidArgument or DTypeError for what `speculate` and
+    `num_draft_tokens` cannot be.
+    """
     if kind is not None and (not isinstance(kind, str) or kind not in SPECULATE):
         raise InvalidArgument(f"{where}: speculate is {kind!r:.60}, expected one of {', '.join(SPECULATE)}")
     if drafts is None:
-        return
+        return None
     if isinstance(drafts, bool) or not isinstance(drafts, numbers.Integral):
         raise DTypeError(f"{where}: num_draft_tokens is {drafts!r:.60}, expected an integer")
-    if not 1 <= int(drafts) <= MOST_DRAFTS:
+    count = int(drafts)
+    if not 1 <= count <= MOST_DRAFTS:
         raise InvalidArgument(
-            f"{where}: num_draft_tokens is {drafts}, expected 1 to {MOST_DRAFTS}: a step verifies no more of a sequence"
+            f"{where}: num_draft_tokens is {count}, expected 1 to {MOST_DRAFTS}: a step verifies no more of a sequence"
         )
+    return count
 
 
 # -- what was written before -----------------------------------------------------------------------------------------

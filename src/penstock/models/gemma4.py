@@ -148,8 +148,7 @@ def _kind(fields: Fields, kind: str, kinds_of: Sequence[str], H: int, max_positi
     if "per_layer_config" in fields:
         kv_heads, head_dim = _overridden(fields, kind, kinds_of, kv_heads, head_dim)
     fields.require(H % kv_heads == 0, f"num_attention_heads is {H}, expected a multiple of {kv_heads} key/value heads")
-    rope = read_rope(fields, head_dim, max_positions, parameters)
-    return Kind(H, kv_heads, head_dim, rope, window, values)
+    return Kind(H, kv_heads, head_dim, read_rope(fields, head_dim, max_positions, parameters), window, values)
 
 
 def _overridden(fields: Fields, kind: str, kinds_of: Sequence[str], kv_heads: int, head_dim: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from penstock.analysis.weights import distinct, walk
+from penstock.analysis.weights import distinct, expert_layers, walk
 from penstock.models.gguf import open_gguf
 from penstock.quant import QuantizedTensor
 from penstock.text.gguf_tokenizer import gguf_tokenizer
@@ -48,13 +48,8 @@ def model_info(llm: LLM) -> ModelInfo:
         quantization=quantization,
         weight_bytes=llm.stats().weight_bytes,
         device=llm.engine.device.name,
-        expert_layers=_expert_layers(llm) if llm.engine.tells_experts else [],
+        expert_layers=expert_layers(walk(llm.engine.model)) if llm.engine.tells_experts else [],
     )
-
-
-def _expert_layers(llm: LLM) -> list[int]:
-    found = {weight.layer for weight in walk(llm.engine.model) if weight.role == "experts" and weight.layer is not None}
-    return sorted(found)
 
 
 def _parameters(llm: LLM) -> tuple[int, str | None]:
