@@ -307,8 +307,10 @@ def _config(rows: int, bits: int, wide: bool, even: bool, shared: int) -> tuple[
 
 
 def _blocks(pairs: int) -> int:
-    """Pairs of a block: about 128 blocks, whose counts each of them reads."""
-    return max(256, triton.next_power_of_2(pairs) // 128)
+    """Pairs of a block: about 128 blocks, whose counts each of them reads. A program compares all pairs of its block,
+    and the code for it grows with their square: more blocks beyond 65,536 pairs.
+    """
+    return min(512, max(256, triton.next_power_of_2(pairs) // 128))
 
 
 def group_pairs(
