@@ -13,6 +13,8 @@ import penstock
 from penstock import ops
 from penstock.quant import BLOCK_TYPES, GgufTensor, QuantizedTensor, in_planes
 
+FLOATS = ("mxfp4", "mxfp8", "nvfp4")
+
 
 class Call(NamedTuple):
     """Calls of an op: its name, a function that makes one, and the arguments of that for each of them."""
@@ -35,10 +37,11 @@ def codes(*shape: int, bits: int = 4, gs: int = 64) -> QuantizedTensor:
     return QuantizedTensor(ints(*lead, K * bits // 32), half(*lead, K // gs), half(*lead, K // gs), bits, gs)
 
 
-def float_codes(*shape: int) -> QuantizedTensor:
-    """mxfp4."""
+def float_codes(*shape: int, mode: str = "mxfp4") -> QuantizedTensor:
     *lead, K = shape
-    return QuantizedTensor(ints(*lead, K // 8), torch.zeros(*lead, K // 32, dtype=torch.uint8), None, 4, 32, "mxfp4")
+    bits, gs = 8 if mode == "mxfp8" else 4, 16 if mode == "nvfp4" else 32
+    scales = torch.zeros(*lead, K // gs, dtype=torch.uint8)
+    return QuantizedTensor(ints(*lead, K * bits // 32), scales, None, bits, gs, mode)
 
 
 def paged(heads: int, of_keys: int, width: int, window: int | None = None) -> Any:
@@ -82,6 +85,15 @@ def lanes_experts(T: int, dim: int, width: int, bits: int = 4, gs: int = 64, E: 
 def blocks(kind: str, *shape: int) -> GgufTensor:
     known, (*lead, K) = BLOCK_TYPES[kind], shape
     return in_planes(GgufTensor(np.zeros((*lead, K // known.size * known.nbytes), np.uint8), kind), "torch")
+
+
+def floats_product(T: int, mode: str, N: int = 12352, K: int = 2048) -> Any:
+    return ops.quantized_matmul(half(T, K), float_codes(N, K, mode=mode))
+
+
+def floats_experts(T: int, mode: str) -> Any:
+    stacks = (float_codes(16, n, k, mode=mode) for n, k in ((256, 512), (256, 512), (512, 256)))
+    return ops.moe_forward(half(T, 512), ints(T, 2), torch.zeros(T, 2), *stacks)
 
 
 def blocks_product(T: int, kind: str, N: int = 2176, K: int = 1024) -> Any:
@@ -209,6 +221,10 @@ CALLS = (
     Call("quantized_matmul", lanes, ((300, 257, 2048, 8, 64, "float32"), (16, 257, 2048, 8, 32, "float32"))),
     Call("quantized_matmul", lanes, ((8, 12352, 2048, 2), (16, 12352, 2048, 2, 128), (16, 2112, 2816, 4, 128))),
     Call("quantized_matmul", lanes, ((8, 1025, 704), (16, 12352, 2048, 8))),
+    Call("quantized_matmul", floats_product, tuple((T, mode) for T in (1, 8, 16) for mode in FLOATS)),
+    Call("quantized_matmul", floats_product, ((8, "mxfp4", 2048, 2880), (8, "mxfp8", 2048, 4096))),
+    Call("quantized_matmul", floats_product, ((1, "nvfp4", 99, 96), (3, "nvfp4", 17408, 5120))),
+    Call("moe_forward", floats_experts, tuple((T, mode) for T in (8, 64) for mode in FLOATS)),
     Call("quantized_matmul", blocks_product, tuple((T, kind) for T in (1, 8, 32, 300) for kind in BLOCK_TYPES)),
     Call("moe_forward", blocks_experts, ((1, "Q6_K"), (64, "Q6_K"))),
     Call(

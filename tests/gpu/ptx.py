@@ -1,6 +1,6 @@
 """Runs the PTX of inline assembly for one warp in NumPy: what Triton's interpreter cannot, which knows no PTX.
 
-Only the instructions that lanes of products use (`_lanes`, `_lane_blocks`), without loads.
+Only the instructions that lanes of products use (`_lanes`, `_lane_blocks`, `_lane_floats`), without loads.
 """
 
 import re
@@ -13,6 +13,7 @@ _PLAIN: dict[str, Any] = {
     "mov.b32": np.copy,
     "and.b32": np.bitwise_and,
     "add.u32": np.add,
+    "mul.lo.u32": np.multiply,
     "shl.b32": np.left_shift,
     "shr.u32": np.right_shift,
 }
@@ -22,6 +23,13 @@ def _bfloat16(words: np.ndarray) -> np.ndarray:
     """The two numbers in words [...]: float64 [..., 2], the lower half first."""
     halves = np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], axis=-1)
     return halves.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a · b + c of pairs of bfloat16, which has to be exact."""
+    y = (_bfloat16(a) * _bfloat16(b) + _bfloat16(c)).astype(np.float32).view(np.uint32)
+    assert not (y & 0xFFFF).any()
+    return y[..., 0] >> np.uint32(16) | y[..., 1]
 
 
 def _mma(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
@@ -83,11 +91,13 @@ def run(asm: str, constraints: str, inputs: list[Any]) -> list[np.ndarray]:
             values[to] = np.where(value(args[2]), value(args[0]), value(args[1]))
         elif op.startswith("setp"):
             a, b = value(args[0]), value(args[1])
-            values[to] = {"ne": a != b, "gt": a > b}[op.split(".")[1]]
+            values[to] = {"ne": a != b, "eq": a == b, "gt": a > b}[op.split(".")[1]]
         elif op.startswith("shfl.sync.bfly"):
             values[to] = value(args[0])[np.arange(LANES) ^ int(args[1])]
         elif op == "prmt.b32":
             values[to] = _prmt(value(args[0]), value(args[1]), value(args[2]))
+        elif op == "fma.rn.bf16x2":
+            values[to] = _fma(*(value(n) for n in args))
         elif op == "lop3.b32":
             values[to] = _lop3(value(args[0]), value(args[1]), value(args[2]), int(args[3], 0))
         elif op == "shf.l.wrap.b32":

@@ -17,11 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._codes import factor_of, place_of
 from penstock.backends.cuda._lane_blocks import FIVE, SIX
+from penstock.backends.cuda._lane_floats import GROUP, LANE_FLOATS, scale_bytes
 from penstock.backends.cuda._lanes import (
     MAGIC,
     Constants,
     codes_offset,
     five,
+    floats,
     four,
     high_offset,
     lane_words,
@@ -29,13 +31,16 @@ from penstock.backends.cuda._lanes import (
     multiplied,
     quarter,
     row_tiles,
+    scale_step,
     six,
+    steps,
     summed,
     warps,
 )
 from penstock.backends.cuda._launch import (
     INTERPRETED,
     activation,
+    clamped_swiglu,
     compiled_for,
     counters,
     multiprocessors,
@@ -47,6 +52,7 @@ from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import (
     FEW_BLOCK_GROUPS,
     FEW_BLOCKS,
+    FEW_FOUR,
     FEW_GROUPS,
     FEW_PROGRAMS,
     FEW_TILES,
@@ -59,8 +65,13 @@ from penstock.ops.op import deterministic
 from penstock.quant import GgufPlanes, GgufTensor, QuantizedTensor
 
 # Arrays of a launch. w, up, common, common_up: codes, scales and biases, each None where there are none. counts: of
-# pairs in buckets (`routed` of `_routed`), None: order has them one slot after the other.
-_Arrays = namedtuple("_Arrays", "w up common common_up x residual order tiles weights score y counts", defaults=(None,))
+# pairs in buckets (`routed` of `_routed`), None: order has them one slot after the other. bias, up_bias [experts, N] of
+# the experts that ids has for the pairs, and clamp, limit and alpha of the ACT "clamped", or None.
+_Arrays = namedtuple(
+    "_Arrays",
+    "w up common common_up x residual order tiles weights score y counts bias up_bias ids clamp",
+    defaults=(None,) * 5,
+)
 
 
 @triton.jit
@@ -77,6 +88,9 @@ def _start(arrays, row, q, C: tl.constexpr):
         starts = codes, sub, more, arrays[3 + HIGH].to(tl.int64) + row * (C.K // 64)
         if five(C):
             starts += (arrays[1].to(tl.int64) + row * (C.K // 8) + high_offset(q, C),)
+    elif floats(C):
+        scales = arrays[1].to(tl.int64) + row * (steps(C) * scale_step(C))
+        starts = codes, scales, scales  # which have no biases
     else:
         starts = codes, arrays[1].to(tl.int64) + row * GROUPS, arrays[2].to(tl.int64) + row * GROUPS
     return starts
@@ -88,7 +102,10 @@ def _either(this, other, choice):
     if other[0] is not None:
         chosen = ()
         for i in tl.static_range(len(this)):
-            chosen += (tl.where(choice, other[i], this[i]),)
+            if this[i] is None:
+                chosen += (None,)
+            else:
+                chosen += (tl.where(choice, other[i], this[i]),)
         this = chosen
     return this
 
@@ -113,8 +130,9 @@ def _tile_places(a, tile, slot, NT, C: tl.constexpr):
 
 
 # few       y[t] = residual[t] + W . x[t], with ACT act(W . x) * (U . x). GROUPED: for the pairs q of a tile
-#           y[q] = W[e] . x[q // pairs_per_x], times its weight if there are some; the expert of a tile is its slot,
-#           `stack` stands for the shared one; 0 for the pairs without an expert
+#           y[q] = W[e] . x[q // pairs_per_x] + bias[ids[q]], times its weight if there are some; ACT "clamped": of such
+#           sums with bias and up_bias (`clamped_swiglu`); the expert of a tile is its slot, `stack` stands for the
+#           shared one; 0 for the pairs without an expert
 # shapes    w, up: codes, scales and biases of rows of one format, `matrix` rows for each expert; common, common_up: of
 #           the shared expert; x bfloat16 [.., K]; y, residual [.., N], may be one; order int32 [pairs]; tiles int32
 #           [3, NT], behind them their number, and where in the order the pairs without an expert begin; or order, tiles
@@ -195,11 +213,17 @@ def _few_kernel(
             for m in tl.static_range(OUT):
                 for t in tl.static_range(C.NT):
                     for i in tl.static_range(4):
-                        y = total[4 * (m * C.NT + t) + i]
-                        if C.ACT is not None:
-                            y = activation(y, C.ACT) * total[4 * ((m + OUT) * C.NT + t) + i]
+                        y, at = total[4 * (m * C.NT + t) + i], ends[2 * t + i % 2]
                         n = first + v * (16 * OUT) + m * 16 + i // 2 * 8 + r
-                        _store(a, y, n, ends[2 * t + i % 2], N, C)
+                        if a.bias is not None:
+                            y += _bias_of(a.bias, n, at, N)
+                        if C.ACT is not None:
+                            above = total[4 * ((m + OUT) * C.NT + t) + i]
+                            if C.ACT == "clamped":
+                                y = clamped_swiglu(y, above + _bias_of(a.up_bias, n, at, N), a.clamp[0], a.clamp[1])
+                            else:
+                                y = activation(y, C.ACT) * above
+                        _store(a, y, n, at, N, C)
         else:
             y = summed(multiplied(starts, back, x_at, live, loaded, magic, part, KIND, C), C)
             SUMS: tl.constexpr = 4 * OUT * C.NT
@@ -233,19 +257,30 @@ def _clear(a, pairs, NT, stack, N, C: tl.constexpr):
 
 @triton.jit
 def _end(a, place, end, C: tl.constexpr):
-    """Which row of y the token, or pair, at each place has, whether there is one, and what it is multiplied by."""
-    there, factor = place < end, 1.0
+    """Which row of y the token, or pair, at each place has, whether there is one, what it is multiplied by, and its
+    expert where there are biases.
+    """
+    there, factor, expert = place < end, 1.0, 0
     if C.GROUPED:
         place = tl.load(a.order + place, mask=there, other=0, cache_modifier=".cg")
         if a.weights is not None:
             factor = factor_of(a.weights, a.score, place, there, C.SHARED_EVERY)
-    return place, there, factor
+        if a.bias is not None:
+            expert = tl.load(a.ids + place, mask=there, other=0)
+    return place, there, factor, expert
+
+
+@triton.jit
+def _bias_of(bias, n, at, N):
+    """Numbers n of the bias of the experts of `_end`."""
+    _, there, _, expert = at
+    return tl.load(bias + expert.to(tl.int64) * N + n, mask=there & (n < N), other=0.0)
 
 
 @triton.jit
 def _store(a, y, n, at, N, C: tl.constexpr):
     """y of rows n and the tokens, or pairs, of `_end`."""
-    place, there, factor = at
+    place, there, factor, _ = at
     ok = there & (n < N)
     if a.weights is not None:
         y *= factor
@@ -361,12 +396,21 @@ class Launch(NamedTuple):
 LANE_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # types of GGUF blocks that lanes can read
 
 
+def is_lane_float(w: Any) -> bool:
+    """Whether the codes of a weight are floats that lanes can read."""
+    return isinstance(w, QuantizedTensor) and w.mode in LANE_FLOATS
+
+
 def _form(w: QuantizedTensor) -> tuple[int, int, str | None]:
-    """Bits, group size and type of blocks that a product is compiled for."""
-    return (4, 32, w.mode) if isinstance(w, GgufTensor) else (w.bits, w.group_size, None)
+    """Bits, group size and type of blocks, or mode of floats, that a product is compiled for."""
+    if isinstance(w, GgufTensor):
+        return 4, 32, w.mode
+    return (w.bits, GROUP, w.mode) if is_lane_float(w) else (w.bits, w.group_size, None)
 
 
 def _magic(w: QuantizedTensor) -> int:
+    if is_lane_float(w):
+        return 0
     return {"Q4_K": MAGIC[4], "Q5_K": FIVE, "Q6_K": SIX}[w.mode] if isinstance(w, GgufTensor) else MAGIC[w.bits]
 
 
@@ -379,6 +423,11 @@ def _fits(w: Any) -> bool:
         )
     if not isinstance(w, QuantizedTensor) or isinstance(w, GgufTensor):
         return False
+    if is_lane_float(w):
+        groups, each = w.shape[-1] // GROUP, scale_bytes(w.mode)
+        least = each * min(8, groups & -groups)  # bytes of scales that one load may take
+        whole = w.shape[-1] % GROUP == 0 and least > 1 and w.global_scale is None
+        return whole and w.packed.data_ptr() % 16 == 0 and w.scales.data_ptr() % least == 0
     if w.bits not in MAGIC or w.scales.element_size() != 2:
         return False
     words, groups = lane_words(w.bits, w.group_size), w.scales.shape[-1]
@@ -402,8 +451,8 @@ def refused(x: torch.Tensor, *weights: Any) -> BackendError:
     """What is raised where lanes are asked for by name and cannot take these products."""
     given = ", ".join(repr(w) if isinstance(w, QuantizedTensor) else f"dense {w.dtype}" for w in weights)
     taken = (
-        "bfloat16 rows and Q4_K, Q5_K or Q6_K, or codes of 2, 4 or 8 bits of one format, 16 to 64 bytes of a group, "
-        "16-bit scales"
+        "bfloat16 rows and Q4_K, Q5_K or Q6_K, or mxfp4, mxfp8 (rows of multiples of 64) or nvfp4 (of 32, without a "
+        "global scale), or codes of 2, 4 or 8 bits of one format, 16 to 64 bytes of a group, 16-bit scales"
     )
     return BackendError(f"variant 'lanes': x has {x.dtype} rows, weights are {given}, expected {taken} on cuda")
 
@@ -418,9 +467,14 @@ def _groups(K: int, bits: int, gs: int, most: int) -> int:
 def _dense_launch(
     T: int, N: int, K: int, bits: int, gs: int, gated: bool, processors: int, blocks: str | None = None
 ) -> Launch:  # fmt: skip
-    row: FewRows = next(row for row in FEW_BLOCKS[blocks] if row.tokens >= T and row.rows * processors <= N)
-    P = 4 if blocks else _groups(K, bits, gs, row.groups)
-    U = row.ahead * max(1, row.groups // (2 if blocks else P))  # groups of blocks are half as long
+    table = FEW_FOUR if blocks is None and bits == 4 else FEW_BLOCKS[blocks]
+    row: FewRows = next(row for row in table if row.tokens >= T and row.rows * processors <= N)
+    if blocks in LANE_FLOATS:  # groups are half as long, and those of blocks
+        P = _groups(K, bits, gs, 2 * row.groups)
+        U = row.ahead * max(1, 2 * row.groups // P)
+    else:
+        P = 4 if blocks else _groups(K, bits, gs, row.groups)
+        U = row.ahead * max(1, row.groups // (2 if blocks else P))
     U = max(1, min(U, -(-(K // gs // P) // row.parts)))
     tiles = max(2, row.tiles) if gated else row.tiles
     return Launch(tiles, row.token_tiles, row.parts, row.across, P, U, False, row.registers)
@@ -497,11 +551,14 @@ def expert_products(
     x: torch.Tensor, w: QuantizedTensor, up: QuantizedTensor | None, tiles: Tiles, pairs_per_x: int, act: str | None,
     out: torch.Tensor, common: QuantizedTensor | None = None, common_up: QuantizedTensor | None = None,
     weights: torch.Tensor | None = None, score: torch.Tensor | None = None,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None), ids: torch.Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> None:  # fmt: skip
     """out [pairs, N] = w[e] · x[q // pairs_per_x] for each pair q, times its weight; with act
     act(w[e] · x) · (up[e] · x).
 
-    up None: the up rows follow the N gate rows of w. common, common_up [N, K]: those of the shared expert.
+    up None: the up rows follow the N gate rows of w. common, common_up [N, K]: those of the shared expert. biases of w
+    and up [experts, N], by the ids of the pairs; clamp: limit and alpha of the act "clamped".
     """
     N, K = out.shape[-1], w.shape[-1]
     how = _expert_launch("down" if act is None else "gate_up", tiles.rows, K, *_form(w))
@@ -509,7 +566,8 @@ def expert_products(
     ups, *shared = (NO_WEIGHT if one is None else one.arrays for one in (up, common, common_up))
     if act is not None and up is None:
         ups = tuple(part[:, N:] for part in w.arrays)
-    a = _Arrays(w.arrays, ups, *shared, x, None, tiles.order, tiles.tiles, weights, score, out, tiles.counts)
+    sorted_by = tiles.order, tiles.tiles, weights, score, out, tiles.counts
+    a = _Arrays(w.arrays, ups, *shared, x, None, *sorted_by, *biases, ids, clamp)
     P, NT = tiles.pairs, tiles.most
     across = triton.cdiv(N, _rows(how, act))
     programs = 2 if INTERPRETED else FEW_PROGRAMS * multiprocessors(x)

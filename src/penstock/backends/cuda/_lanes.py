@@ -36,13 +36,23 @@ from penstock.backends.cuda._lane_blocks import (
     six_sums,
     six_x,
 )
+from penstock.backends.cuda._lane_floats import (
+    float_bits,
+    float_numbers,
+    float_products,
+    less,
+    pair_scale,
+    row_scale,
+    scale_bytes,
+)
 from penstock.backends.cuda._launch import INTERPRETED, WIDENED
 
 # What a product is compiled for: rows of K codes of BITS in groups of GS. A warp has MT times 16 rows and NT times 8
 # tokens; S warps share K and V the rows of a program. P groups have their scales in one load, U of these are loaded at
 # a time. ACT: the second half of the MT tiles is of up rows. EVEN: rows end with a program's. AHEAD: x is loaded one
 # step ahead, too. SHARED_EVERY, GROUPED: see `_few_rows`. BLOCKS: weights are planes of Q4_K, Q5_K or Q6_K (else
-# None), BITS those of `low`, GS is 32 and P is 4: for Q6_K two groups stand for one.
+# None), BITS those of `low`, GS is 32 and P is 4: for Q6_K two groups stand for one. Or codes are floats, mxfp4, mxfp8
+# or nvfp4: GS is 32, for nvfp4 two groups stand for one.
 Constants = namedtuple("Constants", "K BITS GS MT NT S V P U ACT EVEN AHEAD GROUPED SHARED_EVERY BLOCKS")
 
 MAGIC = {2: 0x40804080, 4: 0x41804180, 8: 0x41804180}  # 2^BITS (of 8 bits 16) in both halves of a word
@@ -96,6 +106,24 @@ def four(C):
 def five(C):
     """Whether weights are planes of Q5_K."""
     return C.BLOCKS == "Q5_K"
+
+
+@triton.constexpr_function
+def floats(C):
+    """Whether codes are floats."""
+    return float_bits(C.BLOCKS) > 0
+
+
+@triton.constexpr_function
+def _step_bytes(blocks, groups):
+    each = scale_bytes(blocks) if float_bits(blocks) else 1 if blocks in ("Q4_K", "Q5_K") else 2
+    return groups * each
+
+
+@triton.constexpr_function
+def scale_step(C):
+    """Bytes of the scales of a row in a block."""
+    return _step_bytes(C.BLOCKS, C.P)
 
 
 @triton.constexpr_function
@@ -488,6 +516,34 @@ def _add_tile(total, words, scales, biases, xs, sums, magic, p: tl.constexpr, KI
     return new
 
 
+@triton.jit
+def _add_floats(total, words, scales, xs, p: tl.constexpr, C: tl.constexpr):
+    """`_add_tile` of the p-th 32 codes that are floats."""
+    HALF: tl.constexpr = _scale_words(C) // 2
+    PAIRED: tl.constexpr = scale_bytes(C.BLOCKS) == 2
+    half = quarter(tl.arange(0, warps(C)) % 4, C) // 2
+    if WIDENED:
+        made = ()
+        for t in tl.static_range(C.NT):
+            for row in tl.static_range(2):
+                mine = scales[row * HALF : (row + 1) * HALF]
+                made += _by_token(float_numbers(words[row], mine, half, p, C.BITS, PAIRED), xs[t], warps(C))
+    else:
+        by = ()
+        if PAIRED:
+            by += (pair_scale(scales[p // 2], half, p), pair_scale(scales[HALF + p // 2], half, p))
+        made = float_products(words, xs, by, C.BITS, C.NT)
+    new = ()
+    for t in tl.static_range(C.NT):
+        for i in tl.static_range(4):
+            if PAIRED:
+                new += (total[4 * t + i] + less(made[4 * t + i]),)
+            else:
+                s = row_scale(scales[i // 2 * HALF : i // 2 * HALF + HALF], p)
+                new += (total[4 * t + i] + made[4 * t + i] * s,)
+    return new
+
+
 # -- blocks of K -----------------------------------------------------------------------------------------------------
 
 
@@ -503,6 +559,7 @@ def load_block(starts, back, block, C: tl.constexpr):
     WORDS: tl.constexpr = lane_words(C.BITS, C.GS)
     ROW: tl.constexpr = C.K * C.BITS // 8
     GROUPS: tl.constexpr = C.K // C.GS * 2
+    STEP: tl.constexpr = scale_step(C)
     words, scales, biases = (), (), ()
     for u in tl.static_range(C.U):
         at = block + u * C.S
@@ -511,7 +568,7 @@ def load_block(starts, back, block, C: tl.constexpr):
         at = at.to(tl.int64)
         for weight in tl.static_range(C.MT // row_tiles(C)):
             w = starts[weight][0] + at * (C.P * 16 * WORDS)
-            s = starts[weight][1] + at * (C.P if four(C) else 2 * C.P)
+            s = starts[weight][1] + at * STEP
             b = starts[weight][2] + at * (32 if six(C) else C.P // 2 if four(C) else 2 * C.P)
             for m in tl.static_range(2 * row_tiles(C)):
                 row = m * 8
@@ -528,6 +585,9 @@ def load_block(starts, back, block, C: tl.constexpr):
                     biases += _load(b + row * (C.K // 64), 2, "") + _load(top + row * (C.K // 64), 4, "")
                     for i in tl.static_range(upper_words(C.BLOCKS, C.P)):
                         biases += _load(starts[weight][4] + at * 16 + row * (C.K // 8) + 4 * i, 4, "")
+                elif floats(C):
+                    words += _load_codes(w + row * ROW, C)
+                    scales += _load(s + row * (steps(C) * STEP), STEP, "")
                 else:
                     words += _load_codes(w + row * ROW, C)
                     scales += _load(s + row * GROUPS, 2 * C.P, "")
@@ -558,13 +618,13 @@ def _first_word(u, m, p, C):
 @triton.constexpr_function
 def _scale_words(C):
     """Words that hold the scales of a row tile's two rows in a block."""
-    return 2 if C.BLOCKS else 2 * max(1, C.P // 2)
+    return 2 if C.BLOCKS and not float_bits(C.BLOCKS) else 2 * max(1, _step_bytes(C.BLOCKS, C.P) // 4)
 
 
 @triton.constexpr_function
 def _bias_words(C):
     """Words that hold their biases, of Q5_K upper bits of codes, too."""
-    return 2 * (2 + upper_words(C.BLOCKS, C.P)) if C.BLOCKS else 2 * max(1, C.P // 2)
+    return 0 if float_bits(C.BLOCKS) else 2 * (2 + upper_words(C.BLOCKS, C.P)) if C.BLOCKS else 2 * max(1, C.P // 2)
 
 
 @triton.jit
@@ -658,18 +718,22 @@ def _add_groups(total, loaded, xs, magic, KIND: tl.constexpr, C: tl.constexpr):
         for p in tl.static_range(C.P):
             mine = xs[(u * C.P + p) * C.NT * PARTS : (u * C.P + p + 1) * C.NT * PARTS]
             sums = ()
-            for t in tl.static_range(C.NT):
-                sums += _sums(mine[t * PARTS : (t + 1) * PARTS], lane_pairs(C.BITS, C.GS), warps(C))
+            if not floats(C):
+                for t in tl.static_range(C.NT):
+                    sums += _sums(mine[t * PARTS : (t + 1) * PARTS], lane_pairs(C.BITS, C.GS), warps(C))
             new = ()
             for m in tl.static_range(C.MT):
-                new += _add_tile(
-                    total[4 * m * C.NT : 4 * (m + 1) * C.NT],
+                before = total[4 * m * C.NT : 4 * (m + 1) * C.NT]
+                both = (
                     words[_first_word(u, m, p, C) : _first_word(u, m, p, C) + WORDS]
-                    + words[_first_word(u, m, p + C.P, C) : _first_word(u, m, p + C.P, C) + WORDS],
-                    scales[(u * C.MT + m) * EACH : (u * C.MT + m + 1) * EACH],
-                    biases[(u * C.MT + m) * BIASES : (u * C.MT + m + 1) * BIASES],
-                    mine, sums, magic, p, KIND, C,
-                )  # fmt: skip
+                    + words[_first_word(u, m, p + C.P, C) : _first_word(u, m, p + C.P, C) + WORDS]
+                )
+                scale = scales[(u * C.MT + m) * EACH : (u * C.MT + m + 1) * EACH]
+                if floats(C):
+                    new += _add_floats(before, both, scale, mine, p, C)
+                else:
+                    bias = biases[(u * C.MT + m) * BIASES : (u * C.MT + m + 1) * BIASES]
+                    new += _add_tile(before, both, scale, bias, mine, sums, magic, p, KIND, C)
             total = new
     return total
 

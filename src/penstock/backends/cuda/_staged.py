@@ -434,7 +434,7 @@ def stages(x: torch.Tensor, N: int, tiles: Tiles, act: str | None, *weights: Qua
     there = [w for w in weights if w is not None]
     if tiles.rows != 8 or tiles.pairs < STAGED_TOKENS * tiles.every or capability(x) < (9, 0):
         return False
-    if any(isinstance(w, GgufTensor) for w in there):
+    if any(isinstance(w, GgufTensor) or w.mode != "affine" for w in there):
         return False
     if _shape(N, there[0].shape[-1], there[0].bits, there[0].group_size, act is not None) is None:
         return False

@@ -238,6 +238,13 @@ FEW_ROWS = (
     FewRows(256, 0, 1, 2, 8, 1, 2, 1),
     FewRows(_ANY, 0, 2, 4, 4, 1, 2, 1),
 )
+# Of affine 4 bits and 8 rows, µs: [12288, 2048] 9.34 → 7.25, [17408, 5120] 24.4 → 22.3; [2048, 4096] 3.66 as it is.
+FEW_FOUR = (FEW_ROWS[0], FewRows(8, 64, 2, 1, 4, 1, 4, 1), *FEW_ROWS[2:])
+# Of floats, two groups of 32 for one. mxfp4 [12288, 2048] at 8 rows 6.99 µs (8.3 to 10.6 in others, matvec 20.0), at
+# 16 rows 9.12 (matvec 23.9); the rest was not measured. A row of nvfp4 goes by lanes from so many rows of a weight for
+# each multiprocessor on: its matvec takes 10.1 µs for [2048, 4096], that of affine 4 bits 2.8, lanes of these 3.5.
+FEW_FLOATS = (FEW_ROWS[0], FewRows(8, 64, 1, 1, 4, 1, 2, 1, 80), *FEW_ROWS[2:])
+FEW_ONE = {"nvfp4": 0}
 # Of GGUF blocks by their type, 128 codes for two groups. With at most 128 registers two programs of 8 warps run at once
 # on a multiprocessor: Q4_K would take 170, Q6_K 193, and one would. [17408, 5120] of Q4_K with 4 rows 34.5 → 27.1 µs,
 # of Q6_K 41.4 (matvec 91); 16 rows of Q4_K with the launch of Q6_K 42.9, of [12288, 2048] 14.4. Others were not tried,
@@ -259,6 +266,7 @@ FEW_BLOCKS: dict[str | None, tuple[FewRows, ...]] = {
         FewRows(8, 0, 1, 1, 8, 1, 4, 2),
         FewRows(_ANY, 0, 1, 2, 8, 1, 2, 1, 128),
     ),
+    **dict.fromkeys(("mxfp4", "mxfp8", "nvfp4"), FEW_FLOATS),
 }
 FEW_WORDS = 8  # of a row that a lane loads for the groups of one block of scales, at most
 FEW_MOST = 16  # rows up to which lanes take a product; up to twice as many of a weight with so few rows
@@ -309,6 +317,10 @@ FEW_BLOCK_GROUPS = {
     ("Q6_K", "gate_up", 16): FewGroups(2, 4, 4, False, 168),
     ("Q6_K", "down", 8): FewGroups(2, 4, 4, False, 128),
     ("Q6_K", "down", 16): FewGroups(2, 4, 4, False, 168),
+}
+# Of floats, groups of 32: not measured.
+FEW_BLOCK_GROUPS |= {
+    (mode, *which): FewGroups(2, 4, 4, False, 168) for mode in ("mxfp4", "mxfp8", "nvfp4") for which in FEW_GROUPS
 }
 FEW_TILES = ((10, 8), (float("inf"), 16))  # pairs per expert up to which a tile has so many
 FEW_PROGRAMS = 8  # for each multiprocessor

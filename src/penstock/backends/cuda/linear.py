@@ -15,11 +15,11 @@ from penstock.backends.cuda._exact import exact_product, takes_exactly
 from penstock.backends.cuda._few_rows import few_rows, refused, takes
 from penstock.backends.cuda._floats import global_factor, is_float, kernel_arrays, kind_of, width
 from penstock.backends.cuda._gemm import dense_blocks
-from penstock.backends.cuda._launch import flat_rows
+from penstock.backends.cuda._launch import flat_rows, multiprocessors
 from penstock.backends.cuda._matvec import matvec, same_codes
 from penstock.backends.cuda._matvec_experts import expert_rows
 from penstock.backends.cuda._quant import code_at, dequantized, float_weights
-from penstock.backends.cuda._tuning import FEW_EXACT, FEW_MOST, FEW_NARROW, MATVEC_EXACT, MATVEC_TOKENS, SCORES
+from penstock.backends.cuda._tuning import FEW_EXACT, FEW_MOST, FEW_NARROW, FEW_ONE, MATVEC_EXACT, MATVEC_TOKENS, SCORES
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
@@ -90,8 +90,10 @@ def _by_lanes(x: torch.Tensor, weights: tuple[Any, ...], variant: str | None, ex
     if variant == "lanes" and not fit:
         raise refused(x, *weights)
     T, N = len(x), weights[0].shape[0]
-    if variant == "lanes" or T == 1 or not fit:
+    if variant == "lanes" or not fit:
         return variant == "lanes"
+    if T == 1:
+        return FEW_ONE.get(weights[0].mode, N + 1) * multiprocessors(x) <= N
     narrow, most = FEW_EXACT
     return (2 * FEW_MOST if N <= FEW_NARROW else FEW_MOST) >= T or (exact and (narrow >= N or most >= T))
 

@@ -62,13 +62,18 @@ def _by_rows(variant: str | None, T: int, k: int, experts: int) -> bool:
     return deterministic() or T * k <= MOE_GROUPED * experts
 
 
-def _by_lanes(variant: str | None, x: torch.Tensor, stacks: list[Any], ids: torch.Tensor, experts: int) -> bool:
-    """Whether pairs go through lanes, in tiles of one expert: several tokens, few of them for each expert."""
+def _by_lanes(
+    variant: str | None, x: torch.Tensor, stacks: list[Any], ids: torch.Tensor, experts: int, soon: bool = False
+) -> bool:  # fmt: skip
+    """Whether pairs go through lanes, in tiles of one expert: several tokens, few of them for each expert.
+
+    soon: from as many tokens on where experts have more than MOE_GROUPED pairs as where they have fewer.
+    """
     fit = takes(x, *stacks) and same_codes(*stacks[:-1])
     if variant == "lanes" and not fit:
         raise refused(x, *stacks)
     (T, k), (spread, crowded, most) = ids.shape, FEW_EXPERTS
-    least = spread if T * k <= MOE_GROUPED * experts else crowded
+    least = spread if soon or T * k <= MOE_GROUPED * experts else crowded
     return variant == "lanes" or (variant is None and fit and least <= T and T * k <= most * experts)
 
 
@@ -253,18 +258,31 @@ def _pair_products(x, stacks: list[Any], ids, slot_of, per_x: int, plan) -> list
     return made
 
 
-@kernel(ops.moe_biased_forward, device="cuda", variants=VARIANTS, composed=True)
+@kernel(ops.moe_biased_forward, device="cuda", variants=BLOCKS, composed=True)
 def moe_biased_forward(
     x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, residual,
     *, out, variant,
 ):  # fmt: skip
     """Pair by pair two launches: gate, up, biases and what is made of them, then all from there to the sum. Where
-    tokens choose the same experts, pairs come in the turn of these, and the sum is a launch of its own.
+    tokens choose the same experts, pairs come in the turn of these, and the sum is a launch of its own. By lanes tiles
+    of pairs, the same two products, and the sum.
     """
     if out.numel() == 0:
         return
     name = "moe_biased_forward"
     x, ids, weights, y = map(flat_rows, (x, ids, weights, out))
+    if variant == "lanes" and activations != "float32":
+        raise BackendError(f"{name}: activations is {activations!r}, expected 'float32' for variant 'lanes' on cuda")
+    count = _count(gate_w, slot_of)
+    if activations == "float32" and _by_lanes(variant, x, [gate_w, up_w, down_w], ids, count, soon=True):
+        tiles = expert_tiles(ids, gate_w.shape[0], slot_of, count, False)
+        h = torch.empty((*ids.shape, gate_w.shape[-2]), dtype=x.dtype, device=x.device)
+        each = torch.empty((*ids.shape, y.shape[1]), dtype=torch.float32, device=x.device)
+        biases, clamp = (gate_bias, up_bias), (limit, alpha)
+        expert_products(x, gate_w, up_w, tiles, ids.shape[1], "clamped", h, biases=biases, ids=ids, clamp=clamp)
+        expert_products(h, down_w, None, tiles, 1, None, each, weights=weights, biases=(down_bias, None), ids=ids)
+        _combine(None if residual is None else flat_rows(residual), each, None, None, None, y)
+        return
     plan = _plan(variant, ids, gate_w, slot_of)
     rows = _rounded(name, x, [gate_w, up_w], activations)
     if plan is None and ids.numel() <= _PAIRS and alike(gate_w, up_w):
