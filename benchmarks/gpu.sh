@@ -24,7 +24,7 @@ shard() { # NAME COMMAND…: the command once per shard, side by side; prints th
   local name=$1 start=$SECONDS
   shift
   for ((i = 0; i < shards; i++)); do
-    { SHARD=$i/$shards OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 timeout -s INT "${LIMIT:-900}" "$@" || {
+    { SHARD=$i/$shards OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 timeout -k 10 -s INT "${LIMIT:-900}" "$@" || {
       echo "ended with $?, at $(grep -oE "tests/[^ ]+::[^ ]+" "$logs/$name.$i" | tail -1)"
     }; } >"$logs/$name.$i" 2>&1 &
   done
