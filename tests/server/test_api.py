@@ -392,6 +392,35 @@ def test_tokenize_and_detokenize_are_inverse(quiet, llm):
     pieces = quiet.client.post("/tokenize", json={"content": "Once upon", "with_pieces": True}).json()["tokens"]
     assert [piece["piece"] for piece in pieces] == ["Once", " upon"]
     assert error_of(quiet.client.post("/detokenize", json={"tokens": [10**9]}))["param"] == "tokens"
+def test_responses_take_their_own_items_back(quiet, monkeypatch):
+    fields = {"input": "Weather?", "max_output_tokens": 200, "temperature": 0}
+    tools = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+    with scripted(monkeypatch, quiet, "<think>\nHm.\n</think>\n\n" + CALLS):
+        output = quiet.client.post("/v1/responses", json={**fields, "tools": tools}).json()["output"]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "rain"}
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    prompt, seen = quiet.service.prompt, []
+
+    def watched(messages, *more, **options):
+        seen.append(messages)
+        return prompt(messages, *more, **options)
+
+    monkeypatch.setattr(quiet.service, "prompt", watched)
+    again = [{"role": "user", "content": "Weather?"}, *output, *results]
+    for items in (again, again[:2] + again[3:]):  # with what was said before the calls, and without
+        response = quiet.client.post("/v1/responses", json={**fields, "input": items, "max_output_tokens": 2})
+        assert response.status_code == 200, response.text
+        assert [message.role for message in seen[-1]] == ["user", "assistant", "tool", "tool"]
+        assert seen[-1][1].reasoning_content == "Hm." and len(seen[-1][1].tool_calls) == 2
+    assert (seen[0][1].text, seen[1][1].text) == ("I look.", "")
+    wrong = {"role": "user", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    error = error_of(quiet.client.post("/v1/responses", json={**fields, "input": [wrong]}))
+    assert error["param"].startswith("input[0]") and "reasoning_text" in error["message"]
+
+
 
 
 def test_models_health_and_props_tell_about_the_model(quiet, llm):

@@ -529,10 +529,20 @@ class EmbeddingRequest(Strict):
 
 class InputItem(Open):
     """A message, a call that the model made, or the result of one."""
+class ReasoningPart(Open):
+    """A part of the reasoning that an earlier response brought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+ReasoningParts = Annotated[Items[ReasoningPart], Field(max_length=MAX_PARTS)]
+
+
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Parts | None = None
+    content: str | Parts | ReasoningParts | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -544,6 +554,9 @@ class InputItem(Open):
             raise ValueError("has no role or no content, expected a message")
         if self.type == "function_call" and (self.name is None or self.call_id is None):
             raise ValueError("has no name or no call_id, expected those of a function call")
+        parts = self.content if isinstance(self.content, list) else []
+        if self.type != "reasoning" and any(isinstance(part, ReasoningPart) for part in parts):
+            raise ValueError("has reasoning_text in its content, expected text")
         if self.type == "function_call_output" and (self.call_id is None or self.output is None):
             raise ValueError("has no call_id or no output, expected those of a function call")
         return self
