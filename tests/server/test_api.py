@@ -114,6 +114,14 @@ def test_sampling_options_reach_the_engine(quiet, llm):
     assert body["choices"][0]["text"] != llm.generate(STORY, max_tokens=12).text
 
 
+@pytest.mark.parametrize("last, same", [(-1, {}), (0, {"repetition_penalty": 1.0}), (2, {"repetition_context": 2})])
+def test_the_last_tokens_of_the_penalty_are_counted_as_in_llama_cpp(quiet, llm, last, same):
+    options = {"max_tokens": 24, "temperature": 0, "repeat_penalty": 1.8}
+    fields = {"prompt": STORY, "repeat_last_n": last, **options}
+    text = quiet.client.post("/v1/completions", json=fields).json()["choices"][0]["text"]
+    assert text == llm.generate(STORY, max_tokens=24, **{"repetition_penalty": 1.8, **same}).text
+
+
 def test_stop_ends_before_the_text_and_stop_ids_with_the_token(quiet, llm):
     text = llm.generate(STORY, max_tokens=20).text
     stop = text.split()[3]
@@ -384,14 +392,6 @@ def test_responses_take_conversations_with_calls(quiet):
     assert body["output"][0]["type"] == "message" and body["usage"]["output_tokens"] == 4
 
 
-def test_tokenize_and_detokenize_are_inverse(quiet, llm):
-    text = "Once upon a time, naïve 🦊."
-    tokens = quiet.client.post("/tokenize", json={"content": text}).json()["tokens"]
-    assert tokens == llm.tokenizer.encode(text, add_special_tokens=False)
-    assert quiet.client.post("/detokenize", json={"tokens": tokens}).json() == {"content": text, "prompt": text}
-    pieces = quiet.client.post("/tokenize", json={"content": "Once upon", "with_pieces": True}).json()["tokens"]
-    assert [piece["piece"] for piece in pieces] == ["Once", " upon"]
-    assert error_of(quiet.client.post("/detokenize", json={"tokens": [10**9]}))["param"] == "tokens"
 def test_responses_take_their_own_items_back(quiet, monkeypatch):
     fields = {"input": "Weather?", "max_output_tokens": 200, "temperature": 0}
     tools = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
@@ -421,6 +421,14 @@ def test_responses_take_their_own_items_back(quiet, monkeypatch):
     assert error["param"].startswith("input[0]") and "reasoning_text" in error["message"]
 
 
+def test_tokenize_and_detokenize_are_inverse(quiet, llm):
+    text = "Once upon a time, naïve 🦊."
+    tokens = quiet.client.post("/tokenize", json={"content": text}).json()["tokens"]
+    assert tokens == llm.tokenizer.encode(text, add_special_tokens=False)
+    assert quiet.client.post("/detokenize", json={"tokens": tokens}).json() == {"content": text, "prompt": text}
+    pieces = quiet.client.post("/tokenize", json={"content": "Once upon", "with_pieces": True}).json()["tokens"]
+    assert [piece["piece"] for piece in pieces] == ["Once", " upon"]
+    assert error_of(quiet.client.post("/detokenize", json={"tokens": [10**9]}))["param"] == "tokens"
 
 
 def test_models_health_and_props_tell_about_the_model(quiet, llm):

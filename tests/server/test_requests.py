@@ -162,6 +162,22 @@ def test_wrong_fields_of_a_chat_are_refused_by_name(place, param, value):
     assert len(error["message"]) < 400
 
 
+@pytest.mark.parametrize("param, value", [("repeat_penalty", 0), ("repeat_last_n", -2), ("repeat_last_n", 1.5)])
+def test_wrong_fields_are_named_as_they_came(place, param, value):
+    error = error_of(place.chat(**{param: value}))
+    assert error["param"] == param and error["message"].startswith(f"{param} is {value}")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999"])
+def test_numbers_beyond_floats_are_refused_wherever_they_stand(place, number):
+    tool = {"type": "function", "name": "f", "parameters": {"maximum": "NUMBER"}}
+    for stream in (False, True):
+        body = json.dumps({"input": "hi", "max_output_tokens": 2, "stream": stream, "tools": [tool]})
+        response = place.client.post("/v1/responses", content=body.replace('"NUMBER"', number))
+        assert response.status_code == 400, response.text
+        assert number in error_of(response)["message"]
+
+
 def test_wrong_values_that_only_the_model_can_see_are_refused(place, llm):
     vocab = llm.config.vocab_size
     for fields in ({"logit_bias": {str(vocab): 1}}, {"stop_token_ids": [vocab]}):

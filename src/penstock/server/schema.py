@@ -159,7 +159,9 @@ class Request(Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-1, le=2**64 - 1, description="The same seed, the same text; -1 draws one.")
     repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
-    repetition_context: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    repetition_context: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="Last tokens that repetition_penalty counts: -1 for all, 0 for none."
+    )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[
@@ -527,8 +529,6 @@ class EmbeddingRequest(Strict):
 # Responses
 
 
-class InputItem(Open):
-    """A message, a call that the model made, or the result of one."""
 class ReasoningPart(Open):
     """A part of the reasoning that an earlier response brought."""
 
@@ -539,6 +539,8 @@ class ReasoningPart(Open):
 ReasoningParts = Annotated[Items[ReasoningPart], Field(max_length=MAX_PARTS)]
 
 
+class InputItem(Open):
+    """A message, a call that the model made, the result of one, or the reasoning before either."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -552,11 +554,11 @@ ReasoningParts = Annotated[Items[ReasoningPart], Field(max_length=MAX_PARTS)]
     def _complete(self) -> InputItem:
         if self.type in (None, "message") and (self.role is None or self.content is None):
             raise ValueError("has no role or no content, expected a message")
-        if self.type == "function_call" and (self.name is None or self.call_id is None):
-            raise ValueError("has no name or no call_id, expected those of a function call")
         parts = self.content if isinstance(self.content, list) else []
         if self.type != "reasoning" and any(isinstance(part, ReasoningPart) for part in parts):
             raise ValueError("has reasoning_text in its content, expected text")
+        if self.type == "function_call" and (self.name is None or self.call_id is None):
+            raise ValueError("has no name or no call_id, expected those of a function call")
         if self.type == "function_call_output" and (self.call_id is None or self.output is None):
             raise ValueError("has no call_id or no output, expected those of a function call")
         return self

@@ -462,9 +462,14 @@ class Service:
         given = {name: getattr(request, name) for name in _SAMPLING if getattr(request, name) is not None}
         options = {**self.options.defaults, **given, "logprobs": logprobs, "stop": request.stop or ()}
         options["max_tokens"] = tokens if most is None else min(tokens, most)
-        for name in ("presence_penalty", "frequency_penalty", "repetition_context", "speculate", "num_draft_tokens"):
+        for name in ("presence_penalty", "frequency_penalty", "speculate", "num_draft_tokens"):
             if getattr(request, name) is not None:
                 options[name] = getattr(request, name)
+        context = request.repetition_context
+        if context == 0:
+            options["repetition_penalty"] = 1.0
+        elif context is not None and context > 0:
+            options["repetition_context"] = context
         bias = dict(request.logit_bias or {})
         self._check_ids(list(bias), "logit_bias")
         self._check_ids(request.stop_token_ids or [], "stop_token_ids")
