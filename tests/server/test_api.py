@@ -428,6 +428,8 @@ def test_tokenize_and_detokenize_are_inverse(quiet, llm):
     assert quiet.client.post("/detokenize", json={"tokens": tokens}).json() == {"content": text, "prompt": text}
     pieces = quiet.client.post("/tokenize", json={"content": "Once upon", "with_pieces": True}).json()["tokens"]
     assert [piece["piece"] for piece in pieces] == ["Once", " upon"]
+    pieces = quiet.client.post("/tokenize", json={"content": "A 🦊", "with_pieces": True}).json()["tokens"]
+    assert [piece["piece"] for piece in pieces] == ["A", " ", [0xF0], [0x9F], [0xA6], [0x8A]]
     assert error_of(quiet.client.post("/detokenize", json={"tokens": [10**9]}))["param"] == "tokens"
 
 

@@ -56,7 +56,7 @@ def test_other_content_types_are_refused(place, kind):
     assert response.status_code == 415 and error_of(response)["code"] == "unsupported_media_type"
 
 
-@pytest.mark.parametrize("kind", [None, "application/json", "Application/JSON; charset=UTF-8"])
+@pytest.mark.parametrize("kind", [None, "application/json", "Application/JSON; charset=UTF-8; q=1"])
 def test_json_is_taken_with_a_byte_order_mark_escapes_and_large_numbers(place, kind):
     content = b"\xef\xbb\xbf" + body_with('["\\ud83e\\udd8a", 99999999999999999999999, 1e-400]')
     response = place.client.post(CHAT, content=content, headers={"content-type": kind} if kind else {})
@@ -296,6 +296,15 @@ def test_wrong_fields_of_responses_are_refused_by_name(place, param, value):
     field = param.split("[")[0].split(".")[0]
     response = place.client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1, field: value})
     assert response.status_code == 400 and error_of(response)["param"] == param
+
+
+def test_apply_template_takes_a_model(place):
+    prompts = [
+        place.client.post("/apply-template", json={"messages": PROMPT, **fields}).json()["prompt"]
+        for fields in ({}, {"model": "demo"})
+    ]
+    assert prompts[0] == prompts[1]
+    assert place.client.post("/apply-template", json={"messages": PROMPT, "model": "other"}).status_code == 404
 
 
 def test_small_endpoints_refuse_what_they_do_not_know(place):

@@ -770,7 +770,9 @@ class TokenizeRequest(Strict):
 
     content: str | None = None
     add_special: bool = Field(False, description="Add what the tokenizer puts around a text, such as a BOS token.")
-    with_pieces: bool = Field(False, description="Give each token's text beside its id.")
+    with_pieces: bool = Field(
+        False, description="Give each token's text beside its id, or its bytes where they are a part of a character."
+    )
     model: str | None = None
     prompt: str | None = Field(None, description="In place of content.")
     add_special_tokens: bool = Field(True, description="As add_special, of a prompt.")
@@ -803,6 +805,7 @@ class DetokenizeRequest(Strict):
 class TemplateRequest(Strict):
     """/apply-template."""
 
+    model: str | None = None
     messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
