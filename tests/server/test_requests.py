@@ -187,6 +187,7 @@ def test_wrong_values_that_only_the_model_can_see_are_refused(place, llm):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "not json"}}
     response = place.chat(messages=[*PROMPT, {"role": "assistant", "tool_calls": [call]}])
     assert response.status_code == 400 and "arguments" in error_of(response)["message"]
+    assert error_of(response)["param"] == "messages"
 
 
 def test_values_at_the_edge_are_taken(place, llm):
@@ -241,6 +242,9 @@ def test_completions_refuse_what_they_cannot_do(place, llm):
         "param": "prompt",
         "code": "missing_parameter",
     }
+    for prompt, param in (("", "prompt"), (["x", ""], "prompt[1]")):
+        empty = error_of(place.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}))
+        assert empty["param"] == param and empty["message"].startswith(f"{param} has no tokens")
     too_large = place.client.post("/v1/completions", json={"prompt": [llm.config.vocab_size], "max_tokens": 1})
     assert too_large.status_code == 400 and "ids" in error_of(too_large)["message"]
 
@@ -253,6 +257,9 @@ def test_prompts_beyond_the_context_are_refused(place, llm):
     many = place.chat(messages=[{"role": "user", "content": "hello " * 20}] * 10_000)
     assert many.status_code == 400
     assert error_of(place.client.post("/v1/completions", json={"prompt": "", "max_tokens": 1}))["message"]
+    response = place.client.post("/v1/responses", json={"input": "hello " * limit})
+    error = error_of(response)
+    assert response.status_code == 400 and (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
 def test_special_tokens_in_a_prompt_are_survived(place, llm):
@@ -287,6 +294,7 @@ RESPONSES = [
     ("background", True),
     ("tools[0].type", [{"type": "web_search"}]),
     ("text.format.type", {"format": {"type": "yaml"}}),
+    ("text.format", {"format": {"type": "json_schema", "name": "x"}}),
     ("nonsense", 1),
 ]
 

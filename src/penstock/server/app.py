@@ -177,6 +177,7 @@ class Application:
             parallel=asked.parallel_tool_calls is not False,
             response_format=responses.response_format(asked),
             effort=asked.reasoning.effort if asked.reasoning is not None else None,
+            field="input",
         )
 
     async def _messages(self, request: Request) -> Any:

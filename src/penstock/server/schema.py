@@ -583,6 +583,12 @@ class TextFormat(Open):
     strict: bool | None = None
     description: str | None = None
 
+    @model_validator(mode="after")
+    def _has_schema(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("has no schema, expected a JSON schema")
+        return self
+
 
 class TextOptions(Open):
     format: TextFormat | None = None
