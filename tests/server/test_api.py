@@ -421,6 +421,15 @@ def test_responses_take_their_own_items_back(quiet, monkeypatch):
     assert error["param"].startswith("input[0]") and "reasoning_text" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "fields", [{"top_logprobs": 0}, {"top_logprobs": None}, {"include": ["reasoning.encrypted_content"]}]
+)
+def test_responses_take_what_asks_for_no_logprobs(quiet, fields):
+    asked = {"input": "hi", "max_output_tokens": 2, "temperature": 0}
+    response = quiet.client.post("/v1/responses", json={**asked, **fields})
+    assert response.status_code == 200, response.text
+
+
 def test_tokenize_and_detokenize_are_inverse(quiet, llm):
     text = "Once upon a time, naïve 🦊."
     tokens = quiet.client.post("/tokenize", json={"content": text}).json()["tokens"]

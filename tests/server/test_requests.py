@@ -293,6 +293,8 @@ RESPONSES = [
     ("previous_response_id", "resp_1"),
     ("background", True),
     ("tools[0].type", [{"type": "web_search"}]),
+    ("include", ["message.output_text.logprobs"]),
+    ("top_logprobs", 3),
     ("text.format.type", {"format": {"type": "yaml"}}),
     ("text.format", {"format": {"type": "json_schema", "name": "x"}}),
     ("nonsense", 1),

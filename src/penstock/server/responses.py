@@ -137,7 +137,7 @@ class ResponsesShape:
         counted = usage([answer])
         self.body["usage"] = {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": counted["prompt_tokens_details"],
+            "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": counted["completion_tokens_details"],
             "total_tokens": counted["total_tokens"],

@@ -51,6 +51,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "moderation": (),
+    "top_logprobs": (0,),
     "length_penalty": (1,),
     "best_of": (1,),
     "prompt_logprobs": (0,),
@@ -423,7 +424,7 @@ class ChatRequest(Generating):
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs goes with logprobs: true", param="top_logprobs", code="invalid_value")
         check_tools([tool.function.name for tool in self.tools or ()], self.tool_choice)
         return self
@@ -613,6 +614,15 @@ class ResponsesRequest(Request):
     truncation: Literal["disabled"] | None = None
     include: Items[str] | None = Field(None, max_length=64)
     stream_options: Object | None = None
+
+    @field_validator("include")
+    @classmethod
+    def _without_logprobs(cls, value: list[str] | None) -> list[str] | None:
+        if "message.output_text.logprobs" in (value or ()):
+            raise ValueError(
+                "has message.output_text.logprobs, which is not supported: /v1/chat/completions has logprobs"
+            )
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponsesRequest:
