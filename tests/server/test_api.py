@@ -172,6 +172,17 @@ def test_logprobs_of_chat_and_completions_agree_with_the_engine(quiet, llm):
     assert quiet.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
+def test_the_likeliest_tokens_of_a_completion_have_the_drawn_one_among_them(quiet):
+    fields = {"prompt": STORY, "max_tokens": 24, "temperature": 1.5, "seed": 3}
+    for most in (0, 1, 3):
+        table = quiet.client.post("/v1/completions", json={**fields, "logprobs": most}).json()["choices"][0]["logprobs"]
+        events = quiet.events("/v1/completions", logprobs=most, **fields)[:-1]
+        streamed = [choice["logprobs"] for event in events if (choice := event["choices"][0])["logprobs"]]
+        assert [top for one in streamed for top in one["top_logprobs"]] == table["top_logprobs"]
+        for token, logprob, top in zip(table["tokens"], table["token_logprobs"], table["top_logprobs"], strict=True):
+            assert top[token] == pytest.approx(logprob, abs=1e-6) and max(1, most) <= len(top) <= most + 1
+
+
 def test_ignored_and_neutral_fields_change_nothing(quiet):
     plain = quiet.chat().json()["choices"]
     ignored = dict.fromkeys(IGNORED, "x")

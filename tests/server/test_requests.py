@@ -159,7 +159,7 @@ def test_wrong_fields_of_a_chat_are_refused_by_name(place, param, value):
     assert response.status_code == 400, response.text
     error = error_of(response)
     assert error["param"] == param[:80] and error["type"] == "invalid_request_error"
-    assert len(error["message"]) < 400
+    assert len(error["message"]) < 400 and "instance of" not in error["message"]
 
 
 @pytest.mark.parametrize("param, value", [("repeat_penalty", 0), ("repeat_last_n", -2), ("repeat_last_n", 1.5)])

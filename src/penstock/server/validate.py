@@ -164,7 +164,7 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> ApiError:
         limit = f"at least {least}" if kind == "too_short" else f"at most {most}"
         text = f"{param} has {context.get('actual_length')} entries, expected {limit}"
     elif message.startswith("Input should be "):
-        expected = message.removeprefix("Input should be ").removeprefix("a valid ")
+        expected = message.removeprefix("Input should be ").removeprefix("a valid ").partition(" or instance of ")[0]
         expected = expected.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
         text = f"{param} is {_shown(found['input'])}, expected {_EXPECTED.get(expected, expected)}"
     else:
@@ -181,8 +181,8 @@ def _path(error: Any, data: Any) -> list[int | str]:
     """The parts of an error's location that lead into the data; the others name arms of a union."""
     path: list[int | str] = []
     for part in error["loc"]:
-        if isinstance(data, dict) and part not in data:
-            part = _SENT_AS.get(part, part)
+        if isinstance(data, dict) and part not in data and part in _SENT_AS:
+            part = _SENT_AS[part]
         if (isinstance(data, dict) and part in data) or (
             isinstance(data, list) and isinstance(part, int) and 0 <= part < len(data)
         ):
