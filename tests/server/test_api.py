@@ -114,6 +114,14 @@ def test_sampling_options_reach_the_engine(quiet, llm):
     assert body["choices"][0]["text"] != llm.generate(STORY, max_tokens=12).text
 
 
+@pytest.mark.parametrize("last, same", [(-1, {}), (0, {"repetition_penalty": 1.0}), (2, {"repetition_context": 2})])
+def test_the_last_tokens_of_the_penalty_are_counted_as_in_llama_cpp(quiet, llm, last, same):
+    options = {"max_tokens": 24, "temperature": 0, "repeat_penalty": 1.8}
+    fields = {"prompt": STORY, "repeat_last_n": last, **options}
+    text = quiet.client.post("/v1/completions", json=fields).json()["choices"][0]["text"]
+    assert text == llm.generate(STORY, max_tokens=24, **{"repetition_penalty": 1.8, **same}).text
+
+
 def test_stop_ends_before_the_text_and_stop_ids_with_the_token(quiet, llm):
     text = llm.generate(STORY, max_tokens=20).text
     stop = text.split()[3]
@@ -162,6 +170,17 @@ def test_logprobs_of_chat_and_completions_agree_with_the_engine(quiet, llm):
     ]
     assert streamed == entries
     assert quiet.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_the_likeliest_tokens_of_a_completion_have_the_drawn_one_among_them(quiet):
+    fields = {"prompt": STORY, "max_tokens": 24, "temperature": 1.5, "seed": 3}
+    for most in (0, 1, 3):
+        table = quiet.client.post("/v1/completions", json={**fields, "logprobs": most}).json()["choices"][0]["logprobs"]
+        events = quiet.events("/v1/completions", logprobs=most, **fields)[:-1]
+        streamed = [choice["logprobs"] for event in events if (choice := event["choices"][0])["logprobs"]]
+        assert [top for one in streamed for top in one["top_logprobs"]] == table["top_logprobs"]
+        for token, logprob, top in zip(table["tokens"], table["token_logprobs"], table["top_logprobs"], strict=True):
+            assert top[token] == pytest.approx(logprob, abs=1e-6) and max(1, most) <= len(top) <= most + 1
 
 
 def test_ignored_and_neutral_fields_change_nothing(quiet):
@@ -384,6 +403,44 @@ def test_responses_take_conversations_with_calls(quiet):
     assert body["output"][0]["type"] == "message" and body["usage"]["output_tokens"] == 4
 
 
+def test_responses_take_their_own_items_back(quiet, monkeypatch):
+    fields = {"input": "Weather?", "max_output_tokens": 200, "temperature": 0}
+    tools = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+    with scripted(monkeypatch, quiet, "<think>\nHm.\n</think>\n\n" + CALLS):
+        output = quiet.client.post("/v1/responses", json={**fields, "tools": tools}).json()["output"]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "rain"}
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    prompt, seen = quiet.service.prompt, []
+
+    def watched(messages, *more, **options):
+        seen.append(messages)
+        return prompt(messages, *more, **options)
+
+    monkeypatch.setattr(quiet.service, "prompt", watched)
+    again = [{"role": "user", "content": "Weather?"}, *output, *results]
+    for items in (again, again[:2] + again[3:]):  # with what was said before the calls, and without
+        response = quiet.client.post("/v1/responses", json={**fields, "input": items, "max_output_tokens": 2})
+        assert response.status_code == 200, response.text
+        assert [message.role for message in seen[-1]] == ["user", "assistant", "tool", "tool"]
+        assert seen[-1][1].reasoning_content == "Hm." and len(seen[-1][1].tool_calls) == 2
+    assert (seen[0][1].text, seen[1][1].text) == ("I look.", "")
+    wrong = {"role": "user", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    error = error_of(quiet.client.post("/v1/responses", json={**fields, "input": [wrong]}))
+    assert error["param"].startswith("input[0]") and "reasoning_text" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_logprobs": 0}, {"top_logprobs": None}, {"include": ["reasoning.encrypted_content"]}]
+)
+def test_responses_take_what_asks_for_no_logprobs(quiet, fields):
+    asked = {"input": "hi", "max_output_tokens": 2, "temperature": 0}
+    response = quiet.client.post("/v1/responses", json={**asked, **fields})
+    assert response.status_code == 200, response.text
+
+
 def test_tokenize_and_detokenize_are_inverse(quiet, llm):
     text = "Once upon a time, naïve 🦊."
     tokens = quiet.client.post("/tokenize", json={"content": text}).json()["tokens"]
@@ -391,6 +448,8 @@ def test_tokenize_and_detokenize_are_inverse(quiet, llm):
     assert quiet.client.post("/detokenize", json={"tokens": tokens}).json() == {"content": text, "prompt": text}
     pieces = quiet.client.post("/tokenize", json={"content": "Once upon", "with_pieces": True}).json()["tokens"]
     assert [piece["piece"] for piece in pieces] == ["Once", " upon"]
+    pieces = quiet.client.post("/tokenize", json={"content": "A 🦊", "with_pieces": True}).json()["tokens"]
+    assert [piece["piece"] for piece in pieces] == ["A", " ", [0xF0], [0x9F], [0xA6], [0x8A]]
     assert error_of(quiet.client.post("/detokenize", json={"tokens": [10**9]}))["param"] == "tokens"
 
 

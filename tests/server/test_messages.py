@@ -48,6 +48,14 @@ def test_a_message_whole_and_streamed(client, llm):
     assert read == client.messages.count_tokens(model="demo", messages=PROMPT).input_tokens
 
 
+def test_tools_that_may_not_be_called_are_not_counted(client):
+    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": {"type": "none"}}
+    used = client.messages.create(**ASKED, **asked).usage
+    counted = client.messages.count_tokens(model="demo", messages=PROMPT, **asked)
+    assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
+    assert counted.input_tokens == client.messages.count_tokens(model="demo", messages=PROMPT).input_tokens
+
+
 def test_events_are_named_and_in_order(place):
     with place.client.stream("POST", f"{PATH}?beta=true", json=ASKED | {"stream": True}) as response:
         text = response.read().decode()

@@ -98,6 +98,7 @@ def test_responses(client, place, monkeypatch):
             final = stream.get_final_response()
     assert whole.output_text == final.output_text == "Yes."
     assert whole.usage.output_tokens == final.usage.output_tokens > 0
+    type(whole).model_validate(whole.to_dict())  # has every field that the client knows to be there
     assert whole.usage.output_tokens_details.reasoning_tokens > 0
     assert [item.type for item in final.output] == ["reasoning", "message"]
     assert "response.reasoning_text.delta" in kinds and "response.output_text.delta" in kinds

@@ -56,7 +56,7 @@ def test_other_content_types_are_refused(place, kind):
     assert response.status_code == 415 and error_of(response)["code"] == "unsupported_media_type"
 
 
-@pytest.mark.parametrize("kind", [None, "application/json", "Application/JSON; charset=UTF-8"])
+@pytest.mark.parametrize("kind", [None, "application/json", "Application/JSON; charset=UTF-8; q=1"])
 def test_json_is_taken_with_a_byte_order_mark_escapes_and_large_numbers(place, kind):
     content = b"\xef\xbb\xbf" + body_with('["\\ud83e\\udd8a", 99999999999999999999999, 1e-400]')
     response = place.client.post(CHAT, content=content, headers={"content-type": kind} if kind else {})
@@ -159,7 +159,23 @@ def test_wrong_fields_of_a_chat_are_refused_by_name(place, param, value):
     assert response.status_code == 400, response.text
     error = error_of(response)
     assert error["param"] == param[:80] and error["type"] == "invalid_request_error"
-    assert len(error["message"]) < 400
+    assert len(error["message"]) < 400 and "instance of" not in error["message"]
+
+
+@pytest.mark.parametrize("param, value", [("repeat_penalty", 0), ("repeat_last_n", -2), ("repeat_last_n", 1.5)])
+def test_wrong_fields_are_named_as_they_came(place, param, value):
+    error = error_of(place.chat(**{param: value}))
+    assert error["param"] == param and error["message"].startswith(f"{param} is {value}")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999"])
+def test_numbers_beyond_floats_are_refused_wherever_they_stand(place, number):
+    tool = {"type": "function", "name": "f", "parameters": {"maximum": "NUMBER"}}
+    for stream in (False, True):
+        body = json.dumps({"input": "hi", "max_output_tokens": 2, "stream": stream, "tools": [tool]})
+        response = place.client.post("/v1/responses", content=body.replace('"NUMBER"', number))
+        assert response.status_code == 400, response.text
+        assert number in error_of(response)["message"]
 
 
 def test_wrong_values_that_only_the_model_can_see_are_refused(place, llm):
@@ -171,6 +187,7 @@ def test_wrong_values_that_only_the_model_can_see_are_refused(place, llm):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "not json"}}
     response = place.chat(messages=[*PROMPT, {"role": "assistant", "tool_calls": [call]}])
     assert response.status_code == 400 and "arguments" in error_of(response)["message"]
+    assert error_of(response)["param"] == "messages"
 
 
 def test_values_at_the_edge_are_taken(place, llm):
@@ -225,6 +242,9 @@ def test_completions_refuse_what_they_cannot_do(place, llm):
         "param": "prompt",
         "code": "missing_parameter",
     }
+    for prompt, param in (("", "prompt"), (["x", ""], "prompt[1]")):
+        empty = error_of(place.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}))
+        assert empty["param"] == param and empty["message"].startswith(f"{param} has no tokens")
     too_large = place.client.post("/v1/completions", json={"prompt": [llm.config.vocab_size], "max_tokens": 1})
     assert too_large.status_code == 400 and "ids" in error_of(too_large)["message"]
 
@@ -237,6 +257,9 @@ def test_prompts_beyond_the_context_are_refused(place, llm):
     many = place.chat(messages=[{"role": "user", "content": "hello " * 20}] * 10_000)
     assert many.status_code == 400
     assert error_of(place.client.post("/v1/completions", json={"prompt": "", "max_tokens": 1}))["message"]
+    response = place.client.post("/v1/responses", json={"input": "hello " * limit})
+    error = error_of(response)
+    assert response.status_code == 400 and (error["param"], error["code"]) == ("input", "context_length_exceeded")
 
 
 def test_special_tokens_in_a_prompt_are_survived(place, llm):
@@ -270,7 +293,10 @@ RESPONSES = [
     ("previous_response_id", "resp_1"),
     ("background", True),
     ("tools[0].type", [{"type": "web_search"}]),
+    ("include", ["message.output_text.logprobs"]),
+    ("top_logprobs", 3),
     ("text.format.type", {"format": {"type": "yaml"}}),
+    ("text.format", {"format": {"type": "json_schema", "name": "x"}}),
     ("nonsense", 1),
 ]
 
@@ -280,6 +306,15 @@ def test_wrong_fields_of_responses_are_refused_by_name(place, param, value):
     field = param.split("[")[0].split(".")[0]
     response = place.client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 1, field: value})
     assert response.status_code == 400 and error_of(response)["param"] == param
+
+
+def test_apply_template_takes_a_model(place):
+    prompts = [
+        place.client.post("/apply-template", json={"messages": PROMPT, **fields}).json()["prompt"]
+        for fields in ({}, {"model": "demo"})
+    ]
+    assert prompts[0] == prompts[1]
+    assert place.client.post("/apply-template", json={"messages": PROMPT, "model": "other"}).status_code == 404
 
 
 def test_small_endpoints_refuse_what_they_do_not_know(place):

@@ -177,6 +177,7 @@ class Application:
             parallel=asked.parallel_tool_calls is not False,
             response_format=responses.response_format(asked),
             effort=asked.reasoning.effort if asked.reasoning is not None else None,
+            field="input",
         )
 
     async def _messages(self, request: Request) -> Any:
@@ -291,11 +292,19 @@ class Application:
                 else b"," + dumps({"count": len(ids), "max_model_len": llm.max_context})[1:-1]
             )
             if asked.with_pieces:
-                ids = [{"id": token, "piece": self._texts.text_of(token)} for token in ids]
+                ids = [{"id": token, "piece": self._piece(token)} for token in ids]
             parts = [dumps(ids[at : at + _STEP])[1:-1] for at in range(0, len(ids), _STEP)]  # dumps holds up the others
             return b'{"tokens":[' + b",".join(parts) + b"]" + about + b"}"
 
         return Response((await self._ready(request, schema.TokenizeRequest, work))[1], media_type=Json.media_type)
+
+    def _piece(self, token: int) -> str | list[int]:
+        """A token's text, or its bytes where they are a part of a character."""
+        data = self._texts.bytes_of(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return list(data)
 
     async def _detokenize(self, request: Request) -> Json:
         def work(asked: schema.DetokenizeRequest) -> dict[str, Any]:
@@ -323,6 +332,7 @@ class Application:
         def work(asked: schema.TemplateRequest) -> dict[str, Any]:
             tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
             variables, add = asked.chat_template_kwargs, asked.add_generation_prompt
+            self.service.check_model(asked.model)
             chat = self.service.prompt(asked.messages, tools, variables, add_generation_prompt=add)
             return {"prompt": chat.text}
 

@@ -132,7 +132,7 @@ def _check_type(value: str | None) -> None:
     if value is None:
         return
     kind, _, parameters = value.partition(";")
-    charset = parameters.partition("charset=")[2].strip().strip('"').lower()
+    charset = parameters.partition("charset=")[2].partition(";")[0].strip().strip('"').lower()
     if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
         raise ApiError(
             415, f"Content-Type is {value[:80]!r}, expected application/json in UTF-8", code="unsupported_media_type"

@@ -142,14 +142,16 @@ class TextShape(ChatShape):
         return {
             "tokens": [entry.text for entry in known],
             "token_logprobs": [entry.logprob for entry in known],
-            "top_logprobs": [_by_text(entry.top) for entry in known],
+            "top_logprobs": [_by_text(entry) for entry in known],
             "text_offset": offsets,
         }
 
 
-def _by_text(top: Sequence[Logprob] | None) -> dict[str, float | None] | None:
-    """Of tokens with one text the likeliest."""
-    return None if top is None else {other.text: other.logprob for other in reversed(top)}
+def _by_text(entry: Logprob) -> dict[str, float | None] | None:
+    """The likeliest tokens and the entry's own; of tokens with one text the likeliest."""
+    if entry.top is None:
+        return None
+    return {entry.text: entry.logprob} | {other.text: other.logprob for other in reversed(entry.top)}
 
 
 class ChatEvents:

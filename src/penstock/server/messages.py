@@ -74,8 +74,10 @@ def continued(messages: list[Message]) -> bool:
 
 
 def tools(request: Prompted) -> list[dict[str, Any]]:
-    """Tools as chat completions write them, and so as templates expect them."""
+    """Tools as chat completions write them, and so as templates expect them; none where none may be called."""
     made = []
+    if request.tool_choice is not None and request.tool_choice.type == "none":
+        return made
     for tool in request.tools or ():
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
         if tool.description is not None:

@@ -14,14 +14,20 @@ from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Delt
 
 
 def conversation(request: ResponsesRequest) -> list[Message]:
-    """The messages of a request. Calls that follow each other belong to one message of the assistant."""
+    """The messages of a request. Calls that follow each other belong to one message of the assistant, and reasoning to
+    the message or the call behind it.
+    """
     made: list[dict[str, Any]] = []
+    thought = ""
     if request.instructions:
         made.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         made.append({"role": "user", "content": request.input})
         return [Message.model_validate(message) for message in made]
     for item in request.input:
+        if item.type == "reasoning":
+            thought = _text(item.content)
+            continue
         if item.type == "function_call":
             if not made or made[-1]["role"] != "assistant":
                 made.append({"role": "assistant", "content": ""})
@@ -29,10 +35,11 @@ def conversation(request: ResponsesRequest) -> list[Message]:
             made[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         elif item.type == "function_call_output":
             made.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-        elif item.type == "reasoning":
-            continue  # templates leave out the reasoning of earlier turns
         else:
             made.append({"role": item.role, "content": _text(item.content)})
+        if thought and made[-1]["role"] == "assistant":
+            made[-1].setdefault("reasoning_content", thought)
+        thought = ""
     if all(message["role"] == "system" for message in made):
         raise ApiError(400, "input has no message, expected one to answer", param="input", code="invalid_value")
     return [Message.model_validate(message) for message in made]
@@ -130,7 +137,7 @@ class ResponsesShape:
         counted = usage([answer])
         self.body["usage"] = {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": counted["prompt_tokens_details"],
+            "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": counted["completion_tokens_details"],
             "total_tokens": counted["total_tokens"],

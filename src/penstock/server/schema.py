@@ -51,6 +51,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "moderation": (),
+    "top_logprobs": (0,),
     "length_penalty": (1,),
     "best_of": (1,),
     "prompt_logprobs": (0,),
@@ -159,7 +160,9 @@ class Request(Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-1, le=2**64 - 1, description="The same seed, the same text; -1 draws one.")
     repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
-    repetition_context: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    repetition_context: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="Last tokens that repetition_penalty counts: -1 for all, 0 for none."
+    )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[
@@ -421,7 +424,7 @@ class ChatRequest(Generating):
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs goes with logprobs: true", param="top_logprobs", code="invalid_value")
         check_tools([tool.function.name for tool in self.tools or ()], self.tool_choice)
         return self
@@ -527,12 +530,22 @@ class EmbeddingRequest(Strict):
 # Responses
 
 
+class ReasoningPart(Open):
+    """A part of the reasoning that an earlier response brought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+ReasoningParts = Annotated[Items[ReasoningPart], Field(max_length=MAX_PARTS)]
+
+
 class InputItem(Open):
-    """A message, a call that the model made, or the result of one."""
+    """A message, a call that the model made, the result of one, or the reasoning before either."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Parts | None = None
+    content: str | Parts | ReasoningParts | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -542,6 +555,9 @@ class InputItem(Open):
     def _complete(self) -> InputItem:
         if self.type in (None, "message") and (self.role is None or self.content is None):
             raise ValueError("has no role or no content, expected a message")
+        parts = self.content if isinstance(self.content, list) else []
+        if self.type != "reasoning" and any(isinstance(part, ReasoningPart) for part in parts):
+            raise ValueError("has reasoning_text in its content, expected text")
         if self.type == "function_call" and (self.name is None or self.call_id is None):
             raise ValueError("has no name or no call_id, expected those of a function call")
         if self.type == "function_call_output" and (self.call_id is None or self.output is None):
@@ -568,6 +584,12 @@ class TextFormat(Open):
     strict: bool | None = None
     description: str | None = None
 
+    @model_validator(mode="after")
+    def _has_schema(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("has no schema, expected a JSON schema")
+        return self
+
 
 class TextOptions(Open):
     format: TextFormat | None = None
@@ -592,6 +614,15 @@ class ResponsesRequest(Request):
     truncation: Literal["disabled"] | None = None
     include: Items[str] | None = Field(None, max_length=64)
     stream_options: Object | None = None
+
+    @field_validator("include")
+    @classmethod
+    def _without_logprobs(cls, value: list[str] | None) -> list[str] | None:
+        if "message.output_text.logprobs" in (value or ()):
+            raise ValueError(
+                "has message.output_text.logprobs, which is not supported: /v1/chat/completions has logprobs"
+            )
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponsesRequest:
@@ -755,7 +786,9 @@ class TokenizeRequest(Strict):
 
     content: str | None = None
     add_special: bool = Field(False, description="Add what the tokenizer puts around a text, such as a BOS token.")
-    with_pieces: bool = Field(False, description="Give each token's text beside its id.")
+    with_pieces: bool = Field(
+        False, description="Give each token's text beside its id, or its bytes where they are a part of a character."
+    )
     model: str | None = None
     prompt: str | None = Field(None, description="In place of content.")
     add_special_tokens: bool = Field(True, description="As add_special, of a prompt.")
@@ -788,6 +821,7 @@ class DetokenizeRequest(Strict):
 class TemplateRequest(Strict):
     """/apply-template."""
 
+    model: str | None = None
     messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True

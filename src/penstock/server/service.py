@@ -254,19 +254,22 @@ class Service:
         n: int = 1,
         add_generation_prompt: bool = True,
         continued: bool = False,
+        field: str = "messages",
     ) -> Work:
-        """A conversation. `choice` is the tool_choice as OpenAI's chat completions write it."""
+        """A conversation, which the request has in `field`. `choice` is the tool_choice as OpenAI's chat completions
+        write it.
+        """
         scheduler, tokenizer = self.scheduler, self.llm.tokenizer
         self.check_model(request.model)
         if choice == "none":
             tools = []
-        with self._room("messages") as most:
+        with self._room(field) as most:
             for message in messages:  # a prompt holds them whole: what is too long is not even rendered
                 if message.role != "assistant":
                     tokenizer.check_length(message.text or "", most)
             chat = self.prompt(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
             ids = tokenizer.encode_chat(chat, limit=most)
-        self._check_ids(ids, "messages")
+        self._check_ids(ids, field)
         thinks_on = continued and self._begun_thought(messages) is not None
         inside = self.options.split_reasoning and (thinks_on or in_reasoning(self._format, chat.text))
         own = GENERIC_TOOLS if tools and self._generic_tools else self._format
@@ -289,7 +292,7 @@ class Service:
                 ids = llm.tokenizer.encode(prompt, limit=most) if isinstance(prompt, str) else prompt
                 if len(ids) > most:
                     raise TooManyTokens(f"{param} has {len(ids)} tokens, expected at most {most}")
-            self._check_ids(ids, param)
+            self._check_given(ids, param)
             prompts.append(ids)
         grammar = self._grammar(response_format_of(request))
         options = self._options(request, request.max_tokens, request.logprobs, ())
@@ -322,9 +325,7 @@ class Service:
                 ids = llm.tokenizer.encode(text, limit=context) if isinstance(text, str) else text
                 if len(ids) > context:
                     raise TooManyTokens(param)
-            if not ids:
-                raise ApiError(400, f"{param} has no tokens, expected at least one", param=param, code="invalid_value")
-            self._check_ids(ids, param)
+            self._check_given(ids, param)
             made.append(reading_request(limits, ids, reading))
         return made
 
@@ -346,7 +347,10 @@ class Service:
                 raise ApiError(400, f"{param} has {name}, which is a field of its own", param=param)
         effort_variables = {} if effort is None else FORMATS[self._format].effort(effort)
         merged = {**self.options.template_variables, **effort_variables, **(variables or {})}
-        plain = with_arguments([message.plain() for message in messages], self._format)
+        try:
+            plain = with_arguments([message.plain() for message in messages], self._format)
+        except InvalidArgument as error:
+            raise ApiError(400, one_line(error), param="messages", code="invalid_value") from None
         if self._generic_tools:
             plain, tools = with_tools(plain, tools, self.llm.tokenizer.chat_template or ""), []
         last, thought = plain[-1]["content"].rstrip(), self._begun_thought(messages) if continued else None
@@ -437,6 +441,12 @@ class Service:
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
         return None
 
+    def _check_given(self, ids: Sequence[int], param: str) -> None:
+        """Refuse a text without tokens, and ids that the model has no embeddings for."""
+        if not ids:
+            raise ApiError(400, f"{param} has no tokens, expected at least one", param=param, code="invalid_value")
+        self._check_ids(ids, param)
+
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refuse ids that the model has no embeddings for."""
         try:
@@ -462,9 +472,14 @@ class Service:
         given = {name: getattr(request, name) for name in _SAMPLING if getattr(request, name) is not None}
         options = {**self.options.defaults, **given, "logprobs": logprobs, "stop": request.stop or ()}
         options["max_tokens"] = tokens if most is None else min(tokens, most)
-        for name in ("presence_penalty", "frequency_penalty", "repetition_context", "speculate", "num_draft_tokens"):
+        for name in ("presence_penalty", "frequency_penalty", "speculate", "num_draft_tokens"):
             if getattr(request, name) is not None:
                 options[name] = getattr(request, name)
+        context = request.repetition_context
+        if context == 0:
+            options["repetition_penalty"] = 1.0
+        elif context is not None and context > 0:
+            options["repetition_context"] = context
         bias = dict(request.logit_bias or {})
         self._check_ids(list(bias), "logit_bias")
         self._check_ids(request.stop_token_ids or [], "stop_token_ids")

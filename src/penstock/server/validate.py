@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # what a lone surrogate looks like in JSON; one of a pair does too
 _MAX_NESTING = 64
+_SENT_AS = {first: second for second, first in schema.Request.CALLED.items()}
 
 
 def parsed(body: bytes | bytearray | memoryview, model: type[_Model]) -> _Model:
@@ -57,7 +59,7 @@ def _json(body: bytes | bytearray | memoryview) -> Any:
     if not text or text.isspace():
         raise ApiError(400, "the body is empty, expected a JSON object", code="invalid_json")
     try:
-        data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_distinct)
+        data = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_distinct)
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
@@ -73,6 +75,16 @@ def _json(body: bytes | bytearray | memoryview) -> Any:
 
 def _no_constant(name: str) -> Any:
     raise ApiError(400, f"the body holds {name}, which JSON does not have", code="invalid_json")
+
+
+def _finite(digits: str) -> float:
+    """A number; one beyond float64 would be infinite, which no answer could say."""
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ApiError(
+            400, f"the body holds the number {_short(digits)}, expected at most 1.8e308", code="invalid_json"
+        )
+    return value
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -152,7 +164,7 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> ApiError:
         limit = f"at least {least}" if kind == "too_short" else f"at most {most}"
         text = f"{param} has {context.get('actual_length')} entries, expected {limit}"
     elif message.startswith("Input should be "):
-        expected = message.removeprefix("Input should be ").removeprefix("a valid ")
+        expected = message.removeprefix("Input should be ").removeprefix("a valid ").partition(" or instance of ")[0]
         expected = expected.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
         text = f"{param} is {_shown(found['input'])}, expected {_EXPECTED.get(expected, expected)}"
     else:
@@ -169,6 +181,8 @@ def _path(error: Any, data: Any) -> list[int | str]:
     """The parts of an error's location that lead into the data; the others name arms of a union."""
     path: list[int | str] = []
     for part in error["loc"]:
+        if isinstance(data, dict) and part not in data and part in _SENT_AS:
+            part = _SENT_AS[part]
         if (isinstance(data, dict) and part in data) or (
             isinstance(data, list) and isinstance(part, int) and 0 <= part < len(data)
         ):
