@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -103,6 +104,7 @@ def program() -> Any:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program and leave the interpreter with its exit status."""
+    _open_streams()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -128,6 +130,13 @@ def run(arguments: list[str]) -> int:
             raise
         _say(str(error) if isinstance(error, PenstockError) else f"{_unexpected(error)} (--debug shows where)")
         return 1
+
+
+def _open_streams() -> None:
+    """Put the null device where a standard stream was closed: Python has None there, and prints for None to stdout."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _settings() -> Settings:
