@@ -167,6 +167,13 @@ def test_routes_page_marks_layers_without_a_choice(capsys, tmp_path):
     assert (kept[:, 1, 1] == 0xFFFF).all() and (kept[:, 0] < 12).all()
 
 
+def test_routes_of_an_empty_prompt(capsys, model):
+    """It is none of hello, but what generate makes of it."""
+    shown = call(capsys, "routes", model, "-p", "", "--ignore-chat-template", "-m", "2")
+    assert (shown.status, shown.out) == (1, "")
+    assert shown.err.endswith("penstock: error: prompt has no tokens, expected at least one\n")
+
+
 # -- wrong usage -----------------------------------------------------------------------------------------------------
 
 

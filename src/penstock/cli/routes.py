@@ -72,7 +72,7 @@ def routes(
                 raise UsageError(f"{option}: expected without --load, which shows what was recorded before")
         recorded = load_expert_routes(load)
     else:
-        recorded = _recorded(model, prompt or "hello", max_tokens, sampling, seed, ignore_chat_template, as_json)
+        recorded = _recorded(model, prompt, max_tokens, sampling, seed, ignore_chat_template, as_json)
     if save is not None:
         recorded.save(save)
     report = expert_routes_report(recorded)
@@ -88,7 +88,7 @@ def routes(
 
 def _recorded(
     model: ModelOptions,
-    prompt: str,
+    prompt: str | None,
     max_tokens: int,
     sampling: SamplingOptions,
     seed: int | None,
