@@ -185,6 +185,8 @@ def test_routes_of_an_empty_prompt(capsys, model):
         (("--load", "x.npz", "-p", "hi"), 2, "--prompt: expected without --load"),
         (("--load", "x.npz", "--save", "y.npz"), 2, "--save: expected without --load"),
         (("--load", "none.npz"), 1, "none.npz: cannot be read: No such file or directory"),
+        (("no/such/model", "--html", "/nowhere/x"), 1, "--html: /nowhere/x: No such file or directory"),
+        (("no/such/model", "--save", "/"), 1, "--save: /: Is a directory"),
         (("no/such/model",), 1, "'no/such/model': no such folder"),
         (("--temp", "-1"), 2, "Invalid value for '--temp'"),
         (("--max-tokens", "0"), 2, "Invalid value for '--max-tokens'"),

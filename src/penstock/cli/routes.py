@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli._foreign import LOADING, SAMPLING
 from penstock.cli._model import SEED, ModelOptions, Reading, SamplingOptions, UsageError, note, verb
-from penstock.cli._output import percent, print_json, print_table, write_page
+from penstock.cli._output import check_output, percent, print_json, print_table, write_page
 from penstock.units import spelled
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ def routes(
         raise UsageError(f"MODEL: is {name!r} beside --model {model.model!r}, expected one of the two")
     if name is not None:
         model = replace(model, model=name)
+    for option, file in (("--html", html), ("--save", save)):
+        if file is not None:
+            check_output(option, file)
     if load is not None:
         for option, given in (("MODEL", model.model), ("--prompt", prompt), ("--save", save)):
             if given is not None:

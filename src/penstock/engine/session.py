@@ -6,6 +6,7 @@ holds pages that the session would write again only in a copy, and copies the re
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -326,9 +327,24 @@ def _target(path: str | os.PathLike[str]) -> Path:
         raise DTypeError(f"save: path is a {type(path).__name__}, expected a str or a Path") from None
 
 
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raise what `Session.save` raises for a path that cannot be written, before anything is computed for it."""
+    with _temporary(_target(path)):
+        pass
+
+
 def _write(target: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -> None:
-    from safetensors import SafetensorError
     from safetensors.numpy import save_file
+
+    with _temporary(target) as temporary:
+        save_file(arrays, temporary, about)
+        temporary.replace(target)
+
+
+@contextlib.contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    """A file beside the target, to take its place; gone at the end. Raises CheckpointError if it cannot be written."""
+    from safetensors import SafetensorError
 
     temporary = target.parent / f".penstock-{secrets.token_hex(8)}.tmp"  # fits where the longest name does
     try:
@@ -338,8 +354,7 @@ def _write(target: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -
             raise ValueError("is a device or a pipe, expected the name of a file")
         temporary.touch(exist_ok=False)  # what is wrong with the folder, in the system's words
         try:
-            save_file(arrays, temporary, about)
-            temporary.replace(target)
+            yield temporary
         finally:
             temporary.unlink(missing_ok=True)
     except (OSError, ValueError, SafetensorError) as error:  # ValueError: a NUL in the path, too
