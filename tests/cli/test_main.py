@@ -120,6 +120,13 @@ def test_a_closed_stream_is_the_null_device():
     assert (empty.status, empty.err) == (1, "penstock: error: prompt has no tokens, expected at least one\n")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_stdout_replaces_what_its_encoding_lacks(encoding):
+    shown = program("kernels", PYTHONIOENCODING=encoding)
+    assert (shown.status, shown.err) == (0, "")
+    assert "?" in shown.out
+
+
 def test_import_is_light():
     code = "import sys, penstock.cli.main; print({'torch', 'triton', 'numba', 'llvmlite'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

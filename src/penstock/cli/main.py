@@ -17,7 +17,7 @@ import typer
 from penstock._version import __version__
 from penstock.cli._foreign import VERBS
 from penstock.cli._help import PanelCommand
-from penstock.cli._model import UsageError
+from penstock.cli._model import UsageError, tolerant_stdout
 from penstock.cli.bench import bench
 from penstock.cli.benchmark import benchmark
 from penstock.cli.cache_prompt import cache_prompt
@@ -105,6 +105,7 @@ def program() -> Any:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program and leave the interpreter with its exit status."""
     _open_streams()
+    tolerant_stdout()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
