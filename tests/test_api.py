@@ -20,7 +20,7 @@ import penstock
 from penstock.api import LLM, Stats, load_random
 from penstock.backends.cpu import device as cpu_device
 from penstock.engine import options as engine_options
-from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory, PenstockError
+from penstock.errors import BackendError, CheckpointError, DTypeError, InvalidArgument, OutOfMemory, PenstockError
 from penstock.models.step import RecurrentState
 from penstock.weights.resolve import resolve_model
 from tests.cli.common import program
@@ -309,6 +309,33 @@ def test_chat_hands_variables_to_the_template(tmp_path: Path) -> None:
     assert llm.tokenizer.decode(tokens) == "glad:x:1"
     done = llm.chat([{"role": "user", "content": "x"}], tools=tools, template_variables={"mood": "glad"}, max_tokens=1)
     assert done.usage.prompt_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("variables", [
+    {"tools": []},
+    {"add_generation_prompt": False},
+    {5: 6},
+    5,
+])  # fmt: skip
+def test_chat_refuses_variables_that_are_none(variables: Any, llm: LLM) -> None:
+    with pytest.raises(InvalidArgument, match="^chat template: "):
+        llm.chat_tokens([{"role": "user", "content": "x"}], template_variables=variables)
+
+
+def test_chat_variables_may_have_any_other_name(tmp_path: Path) -> None:
+    """Also that of an argument on the way to the template."""
+    write_model(tmp_path, small_config())
+    source = {"chat_template": "{{ messages[0].content }}{{ tokenize }}{{ return_dict }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(source))
+    llm = penstock.load(tmp_path, device="reference")
+    variables = {"tokenize": "y", "return_dict": "z"}
+    tokens = llm.chat_tokens([{"role": "user", "content": "x"}], template_variables=variables)
+    assert llm.tokenizer.decode(tokens) == "xyz"
+
+
+def test_chat_refuses_what_is_no_list_of_messages(llm: LLM) -> None:
+    with pytest.raises(DTypeError, match="^chat: messages is a NoneType, expected a list of messages"):
+        llm.chat(None)  # type: ignore[arg-type]
 
 
 def test_chat_needs_a_template(tmp_path: Path) -> None:

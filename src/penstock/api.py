@@ -9,7 +9,7 @@ import re
 import threading
 import weakref
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.speculate import MOST_DRAFTS, check_speculate
-from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
+from penstock.errors import CheckpointError, DTypeError, InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models import mtp
@@ -534,6 +534,8 @@ class LLM:
         Those that user, system and tool messages spell out are read as the text they are, unless
         allow_special_in_messages.
         """
+        if not isinstance(messages, Iterable):
+            raise DTypeError(f"chat: messages is a {type(messages).__name__}, expected a list of messages")
         chat = self.tokenizer.chat_text(
             list(messages), tools, variables=template_variables, allow_special_in_messages=allow_special_in_messages
         )

@@ -245,6 +245,29 @@ def test_load_routes_refuses_files_of_other_kinds(routes, tmp_path):
             load_expert_routes(path)
 
 
+@pytest.mark.parametrize("offset, value", [(6, 1), (6, 0x40), (8, 99)], ids=["encrypted", "patched", "other method"])
+def test_load_routes_refuses_archives_that_zipfile_cannot_read(offset, value, routes, tmp_path):
+    path = tmp_path / "r.npz"
+    routes.save(path)
+    whole = bytearray(path.read_bytes())
+    for magic, more in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
+        whole[whole.index(magic) + offset + more] = value
+    path.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="is no recorded routing"):
+        load_expert_routes(path)
+
+
+def test_load_routes_refuses_bytes_that_cannot_be_unpacked(routes, tmp_path):
+    path = tmp_path / "r.npz"
+    routes.save(path)
+    whole = bytearray(path.read_bytes())
+    start = whole.index(b"tokens.npy") + len("tokens.npy")
+    whole[start : start + 40] = b"\xff" * 40
+    path.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="is no recorded routing"):
+        load_expert_routes(path)
+
+
 def test_load_routes_does_not_unpack_endless_arrays(tmp_path, monkeypatch):
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<i4", "fortran_order": False, "shape": (1 << 50, 1, 1)})

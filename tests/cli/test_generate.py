@@ -509,6 +509,14 @@ def test_cache_prompt_failures_are_one_line(capsys, loaded, words, status, messa
     assert f"penstock: error: {message}" in shown.err.splitlines()[-1]
 
 
+def test_cache_prompt_looks_at_the_file_before_it_loads_the_model(capsys, tmp_path):
+    for path, message in (("/nowhere/x", "No such file"), (str(tmp_path), "is a folder")):
+        shown = call(capsys, "cache_prompt", "-p", "x", "--prompt-cache-file", path, "--model", "no/such/model")
+        assert (shown.status, shown.out) == (1, "")
+        assert shown.err.startswith(f"penstock: error: {path}: cannot be written: {message}")
+    assert not list(tmp_path.iterdir())
+
+
 def test_generate_drafts_with_a_second_model(capsys):
     demo = str(DEMO)
     line = ("generate", "-p", "The king", "-m", "12", "--temp", "0.8", "--seed", "3", "--device", "cpu")

@@ -6,7 +6,7 @@ import pytest
 import penstock
 from penstock.cli import main
 from penstock.errors import BackendError
-from tests.cli.common import call, program
+from tests.cli.common import Outcome, call, program
 
 
 def test_version_is_the_package_version(capsys):
@@ -110,6 +110,21 @@ def test_closed_pipe_is_silent():
     full = program("kernels", "--json", shell="> /dev/full")
     assert full.status == 1
     assert full.err.count("\n") == 1
+
+
+def test_a_closed_stream_is_the_null_device():
+    assert program("kernels", "--json", shell=">&-") == Outcome(0, "", "")
+    told = program("kernels", shell="2>&-", PENSTOCK_THREDS="2")  # of which a warning is told on stderr
+    assert told.status == 0 and "PENSTOCK_THREDS" not in told.out
+    empty = program("generate", "-p", "-", "--ignore-chat-template", shell="<&-")
+    assert (empty.status, empty.err) == (1, "penstock: error: prompt has no tokens, expected at least one\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_stdout_replaces_what_its_encoding_lacks(encoding):
+    shown = program("kernels", PYTHONIOENCODING=encoding)
+    assert (shown.status, shown.err) == (0, "")
+    assert "?" in shown.out
 
 
 def test_import_is_light():

@@ -167,6 +167,13 @@ def test_routes_page_marks_layers_without_a_choice(capsys, tmp_path):
     assert (kept[:, 1, 1] == 0xFFFF).all() and (kept[:, 0] < 12).all()
 
 
+def test_routes_of_an_empty_prompt(capsys, model):
+    """It is none of hello, but what generate makes of it."""
+    shown = call(capsys, "routes", model, "-p", "", "--ignore-chat-template", "-m", "2")
+    assert (shown.status, shown.out) == (1, "")
+    assert shown.err.endswith("penstock: error: prompt has no tokens, expected at least one\n")
+
+
 # -- wrong usage -----------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +185,8 @@ def test_routes_page_marks_layers_without_a_choice(capsys, tmp_path):
         (("--load", "x.npz", "-p", "hi"), 2, "--prompt: expected without --load"),
         (("--load", "x.npz", "--save", "y.npz"), 2, "--save: expected without --load"),
         (("--load", "none.npz"), 1, "none.npz: cannot be read: No such file or directory"),
+        (("no/such/model", "--html", "/nowhere/x"), 1, "--html: /nowhere/x: No such file or directory"),
+        (("no/such/model", "--save", "/"), 1, "--save: /: Is a directory"),
         (("no/such/model",), 1, "'no/such/model': no such folder"),
         (("--temp", "-1"), 2, "Invalid value for '--temp'"),
         (("--max-tokens", "0"), 2, "Invalid value for '--max-tokens'"),

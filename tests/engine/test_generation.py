@@ -181,6 +181,20 @@ def test_generate_names_a_bad_option(options: dict[str, Any], llm: LLM) -> None:
         llm.stream([1], **options)  # checked at once, not at the first chunk
 
 
+@pytest.mark.parametrize("options, kind, words", [
+    ({"grammar": "root ::= 'a'"}, InvalidArgument, "grammar is \"root"),
+    ({"grammar": {}}, InvalidArgument, "grammar is {}"),
+    ({"shown": 5}, DTypeError, "shown is 5"),
+    ({"shown": [None]}, DTypeError, r"shown is \[None\]"),
+    ({"shown": "<a>"}, DTypeError, "shown is '<a>'"),
+])  # fmt: skip
+def test_generate_refuses_what_is_no_grammar_and_no_special_token(
+    options: dict[str, Any], kind: type[Exception], words: str, llm: LLM
+) -> None:
+    with pytest.raises(kind, match=f"^generate: {words}.*, expected"):
+        llm.generate([1], **options)
+
+
 def test_sampling_params_keeps_the_kind_of_error() -> None:
     with pytest.raises(DTypeError, match="^temperature is 'hot', expected a number"):
         sampling_params({"temperature": "hot"})

@@ -106,6 +106,56 @@ def test_stream_stopped_by_the_reader_keeps_what_was_read(llm: LLM, session: Ses
     assert first + session.generate(max_tokens=5).tokens == want
 
 
+@pytest.mark.parametrize("read", [1, 2, 4])
+def test_a_session_may_be_used_while_an_answer_is_not_read_to_its_end(read: int, llm: LLM, session: Session) -> None:
+    """The answer ends: what was read of it belongs to the session."""
+    want = llm.generate([1, 2, 3], max_tokens=9).tokens
+    session.append([1, 2, 3])
+    start = session.snapshot()
+    chunks = session.stream(max_tokens=9)
+    first = [next(chunks).token for _ in range(read)]
+    assert first + session.generate(max_tokens=9 - read).tokens == want
+    assert list(chunks) == [] and session.tokens == [1, 2, 3, *want]
+    for change in (lambda: session.rewind(start), lambda: session.advance([1, 2, 3])):
+        chunks = session.stream([5], max_tokens=4)
+        next(chunks)
+        change()
+        assert list(chunks) == [] and session.tokens == [1, 2, 3]
+        assert continued(session, 9) == want
+    chunks = session.stream(max_tokens=9)
+    first = [next(chunks).token for _ in range(read)]
+    session.append([7, 8])
+    assert list(chunks) == [] and session.tokens == [1, 2, 3, *first, 7, 8]
+    assert continued(session) == llm.generate(session.tokens, max_tokens=12).tokens
+
+
+def test_close_ends_an_answer_that_is_being_read(llm: LLM) -> None:
+    before = held(llm)
+    session = llm.session()
+    chunks = session.stream([1, 2, 3], max_tokens=300)
+    next(chunks)
+    session.close()
+    assert held(llm) == before
+    assert list(chunks) == [] and held(llm) == before and llm.scheduler.idle
+
+
+def test_stream_goes_on_where_the_session_is_at_its_first_chunk(llm: LLM, session: Session) -> None:
+    session.generate([1, 2, 3], max_tokens=2)  # of which the last token is not computed yet
+    first, second = session.stream([5], max_tokens=2), session.stream([6], max_tokens=2)
+    for chunks, token in ((second, 6), (first, 5)):
+        before = list(session.tokens)
+        assert [chunk.token for chunk in chunks] == llm.generate([*before, token], max_tokens=2).tokens
+        assert session.tokens[: len(before) + 1] == [*before, token]
+
+
+def test_session_names_what_is_no_snapshot_and_no_metadata(session: Session, tmp_path: Path) -> None:
+    with pytest.raises(DTypeError, match="^rewind: snapshot is a NoneType, expected"):
+        session.rewind(None)  # type: ignore[arg-type]
+    with pytest.raises(DTypeError, match="^save: metadata is 5, expected"):
+        session.save(tmp_path / "x", metadata=5)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
 def test_append_text_adds_special_tokens_only_at_the_beginning(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

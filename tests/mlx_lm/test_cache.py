@@ -70,6 +70,22 @@ def test_turns_go_on_where_the_last_one_ended(both):
         generate(model, tokenizer, ids, max_tokens=20, prompt_cache=limited)
 
 
+def test_a_cache_may_be_used_while_an_answer_is_not_read_to_its_end(both):
+    model, tokenizer = both
+    cache, ids = make_prompt_cache(model), tokenizer.encode("The fox said")
+    want = generate(model, tokenizer, ids, max_tokens=6)
+    stream = penstock.mlx_lm.stream_generate(model, tokenizer, ids, max_tokens=6, prompt_cache=cache)
+    first = next(stream)
+    second = penstock.mlx_lm.stream_generate(
+        model, tokenizer, tokenizer.encode(" no"), max_tokens=2, prompt_cache=cache
+    )
+    third = generate(model, tokenizer, tokenizer.encode(" that"), max_tokens=2, prompt_cache=cache)
+    assert want.startswith(first.text) and third and list(stream) == []
+    assert list(cache.tokens)[: len(ids) + 2] == [*ids, first.token, *tokenizer.encode(" that")][: len(ids) + 2]
+    with pytest.raises(InvalidArgument, match="^prompt_cache: it was used since this call was made"):
+        next(second)
+
+
 def test_processors_see_the_tokens_of_their_own_call(both):
     model, tokenizer = both
     cache, seen = make_prompt_cache(model), []

@@ -160,3 +160,10 @@ def test_cuts_and_penalties_are_those_of_mlx_lm(rng):
         for own, other in zip(make_logits_processors(**options), theirs.make_logits_processors(**options), strict=True):
             got, want = own(tokens, got), other(mx.array(tokens), want)
         np.testing.assert_allclose(got, np.array(want), rtol=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_make_sampler_takes_both_spellings_of_no_top_k(top_k):
+    assert make_sampler(0.7, top_k=top_k).engine_options() == {"temperature": 0.7, "top_k": 0}
+    with pytest.raises(InvalidArgument, match="^make_sampler: top_k is -2, expected 0 or -1"):
+        make_sampler(0.7, top_k=-2)

@@ -196,6 +196,7 @@ def test_read_rope_is_that_of_transformers(table: dict[str, Any], share: float) 
             {"rope_parameters": YARN | {"mscale": 1e308, "factor": 1e308, "mscale_all_dim": 1e308}},
             "mscale and factor give",
         ),
+        ({"rope_parameters": YARN | {"mscale_all_dim": 1e308}}, "mscale and factor give"),
         ({"rope_parameters": YARN | {"attention_factor": 0}}, "attention_factor is 0, expected a number above 0"),
     ],
 )

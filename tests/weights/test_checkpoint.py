@@ -431,6 +431,13 @@ def test_tensor_takes_scales_of_each_float(tmp_path, q4, dtype):
     assert quantized(tmp_path, tensors, quantization=TABLE).tensor("x").scales.dtype == dtype
 
 
+def test_null_in_an_override_is_what_mlx_has_a_default_for(tmp_path, q4, rng):
+    """mlx_lm.convert --quant-predicate mixed_3_6 writes it, unless it is given a group size."""
+    eight = quantize(rng.standard_normal((3, 128)).astype(np.float32), 8, 64)
+    table = {"bits": 4, "group_size": 64, "x": {"bits": 8, "group_size": None, "mode": "affine"}}
+    assert quantized(tmp_path, parts("x", eight), quantization=table).quantization("x") == Format(8, 64)
+
+
 def test_overrides_leave_out_what_mlx_has_defaults_for(tmp_path, rng):
     eight = quantize(rng.standard_normal((3, 128)).astype(np.float32), 8, 64)
     table = {"bits": 2, "group_size": 32, "x": {"bits": 8}, "y": {"group_size": 128}, "z": True}

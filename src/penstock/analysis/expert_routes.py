@@ -10,6 +10,7 @@ import json
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ FORMAT = "penstock-routes"
 VERSION = 1
 
 _LIMIT = 1 << 30  # bytes of a file's arrays
+# how a damaged archive, header or text may fail
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError, KeyError, RuntimeError, MemoryError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +110,7 @@ def load_expert_routes(path: str | os.PathLike[str]) -> ExpertRoutes:
         kind = about["format"], about["version"]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    # a damaged archive, header or text may fail in any of these ways
-    except (zipfile.BadZipFile, EOFError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
+    except _DAMAGE as error:
         reason = str(error).partition("\n")[0][:100] or type(error).__name__
         raise CheckpointError(f"{path}: is no recorded routing: {reason}") from None
     if kind != (FORMAT, VERSION):

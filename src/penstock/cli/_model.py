@@ -705,7 +705,7 @@ def note(text: str) -> None:
 
 
 def tolerant_stdout() -> None:
-    """Let stdout replace what its encoding lacks: a model may write any character, a terminal may know only ASCII."""
+    """Let stdout replace what its encoding lacks: models and tables may have any character, terminals know ASCII."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

@@ -74,8 +74,19 @@ def render(page: str, **data: Any) -> str:
     return made.get_template(page).render(data)
 
 
+def check_output(option: str, path: Path) -> None:
+    """Raise InvalidArgument for a file that an option names and that has no place, before anything is computed."""
+    try:
+        wrong = "Is a directory" if path.is_dir() else "" if path.parent.is_dir() else "No such file or directory"
+    except OSError as error:  # a folder that may not be looked into
+        wrong = error.strerror or str(error)
+    if wrong:
+        raise InvalidArgument(f"{option}: {path}: {wrong}")
+
+
 def write_page(option: str, path: Path, text: str) -> None:
     """Write a file that an option names: whole, or not at all. Raises InvalidArgument naming the option."""
+    check_output(option, path)
     part = path.with_name(f".{path.name}.part")
     try:
         if path.exists() and not path.is_file():  # a device or a pipe

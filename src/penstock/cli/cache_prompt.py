@@ -45,6 +45,9 @@ def cache_prompt(
         raise UsageError("--prompt: is missing, expected a text, or - for standard input")
     variables, own_template = template.variables(), template.template()
     messages = [*template.messages(), {"role": "user", "content": prompt.read()}]
+    from penstock.engine.session import check_target
+
+    check_target(prompt_cache_file)
     llm = model.load(note)
     if own_template is not None:
         set_template(llm.tokenizer, own_template)

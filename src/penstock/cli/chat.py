@@ -27,7 +27,6 @@ from penstock.cli._model import (
     note,
     rate,
     set_template,
-    tolerant_stdout,
     verb,
 )
 from penstock.errors import InvalidArgument, OutOfMemory
@@ -121,7 +120,6 @@ def chat(
     if not llm.tokenizer.has_chat_template:
         raise InvalidArgument(f"chat: {model.name} has no chat template, expected one (penstock generate needs none)")
     llm.tokenizer.compile_chat_template()
-    tolerant_stdout()
     note(f"{model.name}, context of {llm.max_context} tokens, {llm.engine.device.name}; /help lists the commands")
     lines = _Typed() if sys.stdin.isatty() else _Piped()
     with lines:

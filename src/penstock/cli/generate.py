@@ -25,7 +25,6 @@ from penstock.cli._model import (
     rate,
     read_text,
     set_template,
-    tolerant_stdout,
     verb,
 )
 from penstock.errors import CheckpointError, InvalidArgument
@@ -281,7 +280,6 @@ def generate(
         cached, reading = len(session), Reading(len(tokens) + 1)
         chunks = session.stream(tokens, progress=reading, **arguments)
 
-    tolerant_stdout()
     answer = _Answer(len(tokens), cached)
     if as_json:
         for _ in answer.followed(chunks):

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -16,7 +17,7 @@ import typer
 from penstock._version import __version__
 from penstock.cli._foreign import VERBS
 from penstock.cli._help import PanelCommand
-from penstock.cli._model import UsageError
+from penstock.cli._model import UsageError, tolerant_stdout
 from penstock.cli.bench import bench
 from penstock.cli.benchmark import benchmark
 from penstock.cli.cache_prompt import cache_prompt
@@ -103,6 +104,8 @@ def program() -> Any:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program and leave the interpreter with its exit status."""
+    _open_streams()
+    tolerant_stdout()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -128,6 +131,13 @@ def run(arguments: list[str]) -> int:
             raise
         _say(str(error) if isinstance(error, PenstockError) else f"{_unexpected(error)} (--debug shows where)")
         return 1
+
+
+def _open_streams() -> None:
+    """Put the null device where a standard stream was closed: Python has None there, and prints for None to stdout."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _settings() -> Settings:

@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli._foreign import LOADING, SAMPLING
 from penstock.cli._model import SEED, ModelOptions, Reading, SamplingOptions, UsageError, note, verb
-from penstock.cli._output import percent, print_json, print_table, write_page
+from penstock.cli._output import check_output, percent, print_json, print_table, write_page
 from penstock.units import spelled
 
 if TYPE_CHECKING:
@@ -66,13 +66,16 @@ def routes(
         raise UsageError(f"MODEL: is {name!r} beside --model {model.model!r}, expected one of the two")
     if name is not None:
         model = replace(model, model=name)
+    for option, file in (("--html", html), ("--save", save)):
+        if file is not None:
+            check_output(option, file)
     if load is not None:
         for option, given in (("MODEL", model.model), ("--prompt", prompt), ("--save", save)):
             if given is not None:
                 raise UsageError(f"{option}: expected without --load, which shows what was recorded before")
         recorded = load_expert_routes(load)
     else:
-        recorded = _recorded(model, prompt or "hello", max_tokens, sampling, seed, ignore_chat_template, as_json)
+        recorded = _recorded(model, prompt, max_tokens, sampling, seed, ignore_chat_template, as_json)
     if save is not None:
         recorded.save(save)
     report = expert_routes_report(recorded)
@@ -88,7 +91,7 @@ def routes(
 
 def _recorded(
     model: ModelOptions,
-    prompt: str,
+    prompt: str | None,
     max_tokens: int,
     sampling: SamplingOptions,
     seed: int | None,

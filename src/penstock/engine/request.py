@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from penstock.engine.hooks import Hooks, make_hooks
 from penstock.engine.reading import Reading
 from penstock.engine.sampling import SamplingParams, check_vocabulary
 from penstock.engine.speculate import check_speculate
-from penstock.errors import InvalidArgument
+from penstock.errors import DTypeError, InvalidArgument
 from penstock.ops.sampling import MAX_TOP
 from penstock.text.stop import StopStrings
 from penstock.text.tokenizer import Tokenizer
@@ -188,6 +188,7 @@ def make_request(
         raise InvalidArgument(f"generate: expert_heat is {heat!r:.40}, expected True or False")
     speculate, drafts = options.pop("speculate", None), options.pop("num_draft_tokens", None)
     drafts = check_speculate("generate", speculate, drafts)
+    _check_text_options(more.get("grammar"), more.get("shown"))
     hooks = make_hooks(options.pop("logits_processors", None), options.pop("sampler", None))
     params = sampling_params(options)
     if hooks is not None and hooks.sampler is not None:
@@ -212,7 +213,7 @@ def make_request(
     StopStrings(stop)  # refuses what is no stop string
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     eos = tokenizer.eos_ids | set(token_array(extra, limits.vocab_size, "extra_eos", tokenizer).tolist())
-    shown, grammar = tuple(more.get("shown", ())), more.get("grammar")
+    shown, grammar = tuple(more.get("shown") or ()), more.get("grammar")
     about = (ids, params, int(max_tokens), frozenset(eos), stops, shown, grammar, hooks)
     return Request(*about, speculate=speculate, num_draft_tokens=drafts, reading=reading, expert_heat=heat)
 
@@ -230,6 +231,20 @@ def reading_request(limits: RequestLimits, tokens: Seq[int], reading: Reading | 
             f"expected at most {limits.max_context} in all (max_context)"
         )
     return Request(ids, SamplingParams(seed=0), 0, frozenset(), reading=reading)
+
+
+def _check_text_options(grammar: Any, shown: Any) -> None:
+    """Raise InvalidArgument for what is no grammar, DTypeError for what are no special tokens."""
+    if grammar is not None and not hasattr(grammar, "end_within"):
+        raise InvalidArgument(
+            f"generate: grammar is {grammar!r:.60}, expected what penstock.text.grammar.grammar_of_gbnf makes of a text"
+        )
+    if shown is not None and (isinstance(shown, str) or not all(isinstance(token, str) for token in _items(shown))):
+        raise DTypeError(f"generate: shown is {shown!r:.60}, expected a list of special tokens")
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, Iterable) else (value,)
 
 
 def _check_alone(params: SamplingParams) -> None:

@@ -665,6 +665,8 @@ class Scheduler:
         state.queue.state = "generating"
         state.drawn += 1
         self._deliver(state, sampled(self._engine, state, state.logits, state.opened.length))
+        if state.lags:  # the step that lets it in would compute the token before it was read
+            state.paused = time.monotonic()
 
     def _found(self, state: RequestState) -> Entry | None:
         if self._prefix is None or not state.owned:

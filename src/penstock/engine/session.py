@@ -6,6 +6,7 @@ holds pages that the session would write again only in a copy, and copies the re
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -47,7 +48,8 @@ class SessionSnapshot:
 class Session:
     """One sequence of a model. `tokens` is all it has read and written; the last one may not have been computed yet.
 
-    `logits` [vocab] are those after the last token, None while it has not been computed.
+    `logits` [vocab] are those after the last token, None while it has not been computed. An answer that is still being
+    read ends where the session is changed in another way: what was read of it stays.
     """
 
     def __init__(self, scheduler: Scheduler, engine: Engine, tokenizer: Tokenizer, model: str | None) -> None:
@@ -59,6 +61,7 @@ class Session:
         self.logits: np.ndarray | None = None
         self.tokens: list[int] = []
         self._closing = weakref.finalize(self, engine.close, self._sequence)
+        self._answer: ResponseHandle | None = None  # that is being read
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -75,11 +78,13 @@ class Session:
 
     def close(self) -> None:
         """Give the memory back. A closed session refuses everything else."""
+        self._end_answer()
         self._closing()
 
     def append(self, prompt: str | Seq[int], progress: Callable[[int], None] | None = None) -> int:
         """Read text (without a template or added special tokens, unless it is the first) or token ids; their number."""
         ids = self._encoded(prompt)
+        self._end_answer()
         self._read([*self.tokens, *ids], progress)
         return len(ids)
 
@@ -114,9 +119,14 @@ class Session:
         **sampling: Any,
     ) -> Iterator[Chunk]:
         """Append a prompt and continue it, token by token. What was generated belongs to the session. Sampling and
-        extra_eos as in `LLM.generate`.
+        extra_eos as in `LLM.generate`. The prompt is checked now, and goes on where the session is at the first chunk.
         """
-        return self._streamed(self.request(prompt, max_tokens, stop, **sampling), progress)
+        self._request(prompt, max_tokens, stop, sampling)
+
+        def chunks() -> Iterator[Chunk]:
+            yield from self.read_from(self.submit(self.request(prompt, max_tokens, stop, **sampling), progress))
+
+        return chunks()
 
     def generate(
         self, prompt: str | Seq[int] = (), max_tokens: int = 256, stop: str | Seq[str] = (), **sampling: Any
@@ -130,7 +140,15 @@ class Session:
     def request(
         self, prompt: str | Seq[int] = (), max_tokens: int = 256, stop: str | Seq[str] = (), **sampling: Any
     ) -> Request:
-        """A checked request for `submit`: the prompt goes on where the session is, options as in `LLM.generate`."""
+        """A checked request for `submit`: the prompt goes on where the session is, options as in `LLM.generate`. An
+        answer that is being read ends here.
+        """
+        self._end_answer()
+        return self._request(prompt, max_tokens, stop, sampling)
+
+    def _request(
+        self, prompt: str | Seq[int], max_tokens: int, stop: str | Seq[str], sampling: Mapping[str, Any]
+    ) -> Request:
         ids = self._encoded(prompt)
         if not ids and not self.tokens:
             raise InvalidArgument("session: it is empty and so is the prompt, expected at least one token")
@@ -141,27 +159,41 @@ class Session:
         limits = self.engine.limits
         return make_request(limits, self._tokenizer, rest, max_tokens, stop, sampling, start=done, continues=True)
 
-    def _streamed(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
-        yield from self.read_from(self.submit(request, progress))
-
     def submit(self, request: Request, progress: Callable[[int], None] | None = None) -> ResponseHandle:
         """Hand in what `request` made; the session may be used again when `read_from` or `hold` has its answer."""
+        self._end_answer()
         self.engine.check_room(self._sequence, len(request.prompt))
         held = Continued(self._sequence, self.tokens[: self._sequence.length], self.logits)
-        return self._scheduler.submit(request, buffer=1, progress=progress, continued=held)
+        self._answer = self._scheduler.submit(request, buffer=1, progress=progress, continued=held)
+        return self._answer
 
     def read_from(self, handle: ResponseHandle) -> Iterator[Chunk]:
-        """The chunks of an answer that `submit` began. What was read belongs to the session."""
+        """The chunks of an answer that `submit` began, to its end or to another use of the session. What was read
+        belongs to the session.
+        """
         try:
             for chunk in handle:
+                if handle is not self._answer:
+                    return
                 self.hold(handle)
                 yield chunk
         finally:
             handle.cancel()
             self.hold(handle)
 
+    def _end_answer(self) -> None:
+        """The session goes on in another way than the answer that is being read."""
+        if (handle := self._answer) is not None:
+            handle.cancel()
+            self.hold(handle)
+            self._answer = None
+
     def hold(self, handle: ResponseHandle) -> None:
-        """Have what was read of an answer: after its end, or its failure, for one who reads the handle himself."""
+        """Have what was read of an answer: after its end, or its failure, for one who reads the handle himself. Not of
+        one that another use of the session has ended.
+        """
+        if handle is not self._answer:
+            return
         done = handle.usage.cached_tokens
         read = [*self.tokens[:done], *handle.request.prompt]
         if handle.tokens:
@@ -179,6 +211,7 @@ class Session:
         holds all of `tokens` but not the logits after them does not fit: nothing could be generated from it.
         """
         ids: list[int] = self.engine.token_array(tokens, tokenizer=self._tokenizer).tolist()
+        self._end_answer()
         if self._sequence.closed:
             raise InvalidArgument("session: it was closed, expected an open one")
         done = self._sequence.length
@@ -214,8 +247,11 @@ class Session:
 
     def rewind(self, snapshot: SessionSnapshot) -> None:
         """Be as at `snapshot`, which may be another session's of the same model."""
+        if not isinstance(snapshot, SessionSnapshot):
+            raise DTypeError(f"rewind: snapshot is a {type(snapshot).__name__}, expected what snapshot() returned")
         if snapshot.engine != id(self.engine):
             raise InvalidArgument("rewind: the snapshot belongs to another model, expected one of this model")
+        self._end_answer()
         self.engine.rewind(self._sequence, snapshot.kept)
         self.tokens, self.logits = list(snapshot.tokens), snapshot.logits
 
@@ -226,6 +262,7 @@ class Session:
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from number `length` on. Raises InvalidArgument where `can_truncate` is False."""
+        self._end_answer()
         if not 0 <= length <= len(self.tokens):
             raise InvalidArgument(f"truncate: length is {length}, expected 0 to {len(self.tokens)}")
         if length == len(self.tokens):
@@ -253,7 +290,9 @@ class Session:
         be written, DTypeError for what is no path and for metadata that is no text.
         """
         target = _target(path)
-        if not all(isinstance(text, str) for pair in (metadata or {}).items() for text in pair):
+        named = {} if metadata is None else metadata
+        texts = isinstance(named, Mapping) and all(isinstance(text, str) for pair in named.items() for text in pair)
+        if not texts:
             raise DTypeError(f"save: metadata is {metadata!r:.100}, expected names and values that are strings")
         engine, sequence = self.engine, self._sequence
         engine.check_room(sequence, 0)
@@ -288,9 +327,24 @@ def _target(path: str | os.PathLike[str]) -> Path:
         raise DTypeError(f"save: path is a {type(path).__name__}, expected a str or a Path") from None
 
 
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raise what `Session.save` raises for a path that cannot be written, before anything is computed for it."""
+    with _temporary(_target(path)):
+        pass
+
+
 def _write(target: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -> None:
-    from safetensors import SafetensorError
     from safetensors.numpy import save_file
+
+    with _temporary(target) as temporary:
+        save_file(arrays, temporary, about)
+        temporary.replace(target)
+
+
+@contextlib.contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    """A file beside the target, to take its place; gone at the end. Raises CheckpointError if it cannot be written."""
+    from safetensors import SafetensorError
 
     temporary = target.parent / f".penstock-{secrets.token_hex(8)}.tmp"  # fits where the longest name does
     try:
@@ -300,8 +354,7 @@ def _write(target: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -
             raise ValueError("is a device or a pipe, expected the name of a file")
         temporary.touch(exist_ok=False)  # what is wrong with the folder, in the system's words
         try:
-            save_file(arrays, temporary, about)
-            temporary.replace(target)
+            yield temporary
         finally:
             temporary.unlink(missing_ok=True)
     except (OSError, ValueError, SafetensorError) as error:  # ValueError: a NUL in the path, too

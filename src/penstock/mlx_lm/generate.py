@@ -402,6 +402,8 @@ class _Answer:
             self._progress(0, len(self.prompt))
         if self._session is None:
             self._handle = self.llm.scheduler.submit(self.request, buffer=1, progress=progress)
+        elif self._session.tokens != self._before:
+            raise InvalidArgument("prompt_cache: it was used since this call was made, expected one call at a time")
         else:
             self._handle = self._session.submit(self.request, progress)
         return self._handle

@@ -182,7 +182,7 @@ def make_sampler(
 ) -> Sampler:
     """A sampler: (log-probabilities [B, V]) → ids [B]; temp 0 takes the likeliest.
 
-    Off are top_p 0 or 1, min_p 0, top_k 0, xtc_probability 0. seed, of penstock: the same draws in every call of
+    Off are top_p 0 or 1, min_p 0, top_k 0 or -1, xtc_probability 0. seed, of penstock: the same draws in every call of
     `generate`, which has the option as well. Raises InvalidArgument, naming the argument.
     """
     for name, value in (("temp", temp), ("top_p", top_p), ("min_p", min_p)):
@@ -190,8 +190,8 @@ def make_sampler(
     if temp < 0 or top_p < 0 or not 0 <= min_p <= 1:
         found = f"temp {temp}, top_p {top_p}, min_p {min_p}"
         raise InvalidArgument(f"make_sampler: got {found}, expected temp and top_p of at least 0 and min_p from 0 to 1")
-    if top_k < 0:
-        raise InvalidArgument(f"make_sampler: top_k is {top_k}, expected 0 (off) or more")
+    if top_k < -1:
+        raise InvalidArgument(f"make_sampler: top_k is {top_k}, expected 0 or -1 (off), or more")
     integer(min_tokens_to_keep, "make_sampler: min_tokens_to_keep", 1)
     if xtc_probability and not (0 < xtc_probability <= 1 and 0 <= xtc_threshold <= 0.5):
         found = f"xtc_probability {xtc_probability} and xtc_threshold {xtc_threshold}"
@@ -204,7 +204,7 @@ def make_sampler(
         float(top_p),
         float(min_p),
         min_tokens_to_keep,
-        int(top_k),
+        max(0, int(top_k)),
         float(xtc_probability),
         float(xtc_threshold),
         special,

@@ -96,7 +96,8 @@ def _yarn(fields: Fields, table: Fields, width: int, theta: float, max_positions
     if gain is None:
         both = mscale and all_dim
         gain = yarn_gain(factor, mscale) / yarn_gain(factor, all_dim) if both else yarn_gain(factor, 1.0)
-    score = yarn_gain(factor, all_dim) ** 2 if all_dim else 1.0
+    own = yarn_gain(factor, all_dim) if all_dim else 1.0
+    score = own * own  # a power of floats raises OverflowError, a product is infinite
     if not math.isfinite(gain) or not math.isfinite(score):
         raise CheckpointError(f"{table.where}: mscale and factor give {gain}, expected a finite gain")
     inv_freq = ops.yarn_inv_freq(width, theta, factor, original, fast, slow, table.boolean("truncate", True))

@@ -51,7 +51,9 @@ class ChatTemplates:
         what penstock or the template does not take and for work beyond the limits, CheckpointError for a broken
         template.
         """
-        variables = dict(variables or {})
+        variables = {} if variables is None else variables
+        if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+            raise DTypeError(f"chat template: variables is {variables!r:.60}, expected a dict of values by name")
         for name in _RESERVED:
             if name in variables:
                 raise InvalidArgument(f"chat template: {name} is among the variables, expected other names")

@@ -258,12 +258,13 @@ class Tokenizer:
         """As `apply_chat_template`, for `encode_chat`: it tells control tokens that user, system and tool messages
         spell out from those of the template, unless allow_special_in_messages.
         """
-        variables, mark = dict(variables or {}), ""
-        if self.templates is not None and not allow_special_in_messages:
+        if self.templates is None:
+            raise InvalidArgument("chat: the model has no chat template, expected a prompt of plain text")
+        mark = ""
+        if not allow_special_in_messages:
             seen = self.templates.sources, self.templates.special_tokens
             messages, mark = self._control_tokens.marked(messages, tools, variables, *seen)
-        text = self.apply_chat_template(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
-        return ChatText(text, mark)
+        return ChatText(self.templates.render(messages, tools, add_generation_prompt, variables), mark)
 
     def encode_chat(self, chat: ChatText, *, limit: int | None = None) -> list[int]:
         """Token ids of a chat, with nothing added. Control tokens that messages spell out are encoded as text.

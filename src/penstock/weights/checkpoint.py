@@ -496,7 +496,9 @@ def quantization_table(config: dict[str, Any]) -> tuple[str, Any]:
 
 
 def _format(table: Mapping[str, Any], where: str, required: bool) -> Format:
-    """A format; an override may leave out a part, which then has MLX's default, not the general one."""
+    """A format; an override may leave out a part or have null there, as mlx_lm.convert writes it for mixed recipes:
+    it then has MLX's default, not the general one.
+    """
     mode = table.get("mode", "affine")
     if not isinstance(mode, str) or mode not in MODES:
         raise CheckpointError(f"{where}: mode is {short(mode)}, expected one of {', '.join(MODES)}")
@@ -506,7 +508,7 @@ def _format(table: Mapping[str, Any], where: str, required: bool) -> Format:
         ("bits", known.bits, known.default_bits),
         ("group_size", known.group_sizes, known.default_group_size),
     ):
-        value = table.get(key, None if required else default)
+        value = default if table.get(key) is None and not required else table.get(key)
         if type(value) is not int or value not in allowed:
             choice = f"one of {', '.join(map(str, allowed))}" if allowed[1:] else f"{allowed[0]} in mode {mode}"
             raise CheckpointError(f"{where}: {key} is {short(value)}, expected {choice}")
