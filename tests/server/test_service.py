@@ -181,10 +181,9 @@ def test_template_variables_of_the_server_and_of_requests_reach_the_template(llm
         assert prompt() == "calm/True//x"
         assert prompt(chat_template_kwargs={"mood": "merry"}) == "merry/True//x"
         rendered = []
-        real = llm.tokenizer.apply_chat_template
-        monkeypatch.setattr(
-            llm.tokenizer, "apply_chat_template", lambda *a, **k: rendered.append(real(*a, **k)) or rendered[-1]
-        )
+        templates = llm.tokenizer.templates
+        real = templates.render
+        monkeypatch.setattr(templates, "render", lambda *a, **k: rendered.append(real(*a, **k)) or rendered[-1])
         place.chat(messages=[{"role": "user", "content": "x"}], reasoning_effort="high")
         place.chat(messages=[{"role": "user", "content": "x"}], reasoning_effort="none")
         assert rendered == ["calm/True/high/x", "calm/False//x"]

@@ -93,7 +93,8 @@ def _by_lanes(x: torch.Tensor, weights: tuple[Any, ...], variant: str | None, ex
     if variant == "lanes" or not fit:
         return variant == "lanes"
     if T == 1:
-        return FEW_ONE.get(weights[0].mode, N + 1) * multiprocessors(x) <= N
+        least = FEW_ONE.get(weights[0].mode)
+        return least is not None and least * multiprocessors(x) <= N
     narrow, most = FEW_EXACT
     return (2 * FEW_MOST if N <= FEW_NARROW else FEW_MOST) >= T or (exact and (narrow >= N or most >= T))
 
