@@ -10,8 +10,8 @@ from penstock.backends.cuda import _lane_blocks as lanes
 from penstock.errors import BackendError
 from penstock.quant import GgufTensor, in_planes
 from tests.gpu import ptx
-from tests.gpu.common import GPU, reference, run, to_device, to_host
-from tests.ops.common import EPS, assert_close, i32, normal
+from tests.gpu.common import GPU, check_experts_by_lanes, reference, run, to_device, to_host
+from tests.ops.common import EPS, assert_close, normal
 from tests.weights.blocks import some_blocks
 
 LANE = np.arange(32)
@@ -59,24 +59,13 @@ def test_lanes_take_experts_in_blocks(first, last, stacked, rng):
     """Gate and up of one type and down of another, in one stack and in two, in tiles of 8 pairs and of 16, absent ones
     among them; the shared expert as one more.
     """
-    E, k, dim, width = 3, 2, 512, 256
+    E, dim, width = 3, 512, 256
     own = [some(rng, first, width, dim), some(rng, first, width, dim), some(rng, last, dim, width)]
     both, down = some(rng, first, E, 2 * width, dim), some(rng, last, E, dim, width)
     halves = [
         GgufTensor(np.ascontiguousarray(both.packed[:, rows]), first) for rows in (slice(width), slice(width, None))
     ]
-    gate, up = (both, None) if stacked else halves
-    for T, op in ((5, ops.moe_forward), (27, ops.moe_shared_forward)):
-        ids = np.stack([rng.permutation(5)[:k] for _ in range(T)]).astype(np.int32)
-        ids[-1, 0] = -1
-        call = {"x": normal(rng, T, dim, dtype="bfloat16"), "ids": ids, "weights": rng.random((T, k), np.float32)}
-        call |= {"gate_w": gate, "up_w": up, "down_w": down, "slot_of": i32(2, -2, 0, 1, -2)}
-        if op is ops.moe_shared_forward:
-            call |= {"residual": normal(rng, T, dim), "shared_gate_w": own[0], "shared_up_w": own[1]}
-            call |= {"shared_down_w": own[2], "shared_score": normal(rng, T, dtype="bfloat16")}
-        want = reference(op, **call | {"gate_w": halves[0], "up_w": halves[1]}).astype(np.float32)
-        got = run(op, variant="lanes", **call).astype(np.float32)
-        assert_close(f"{op.name} y", got, want, 4 * EPS["bfloat16"], np.abs(want).max())
+    check_experts_by_lanes(rng, own, both if stacked else None, halves, down)
 
 
 # -- assembly --------------------------------------------------------------------------------------------------------

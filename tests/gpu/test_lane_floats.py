@@ -11,7 +11,7 @@ from penstock.backends.cuda import _lane_floats as lanes
 from penstock.errors import BackendError
 from penstock.quant import QuantizedTensor
 from tests.gpu import ptx
-from tests.gpu.common import GPU, reference, run, to_device, to_host
+from tests.gpu.common import GPU, check_experts_by_lanes, reference, run, to_device, to_host
 from tests.ops.common import EPS, assert_close, i32, normal, quantized
 
 MODES = ("mxfp4", "mxfp8", "nvfp4")
@@ -82,7 +82,7 @@ def test_lanes_take_experts_of_floats(first, last, stacked, rng):
     """Gate and up of one mode and down of another, in one stack and in two, in tiles of 8 pairs and of 16, absent ones
     among them; the shared expert as one more.
     """
-    E, k, dim, width = 3, 2, 128, 64
+    E, dim, width = 3, 128, 64
     own = [
         quantized(rng, *shape, mode=mode)
         for *shape, mode in ((width, dim, first), (width, dim, first), (dim, width, last))
@@ -92,22 +92,7 @@ def test_lanes_take_experts_of_floats(first, last, stacked, rng):
         both.with_arrays(*(np.ascontiguousarray(a[:, rows]) for a in both.arrays if a is not None))
         for rows in (slice(width), slice(width, None))
     ]
-    gate, up = (both, None) if stacked else halves
-    for T, op in ((5, ops.moe_forward), (27, ops.moe_shared_forward)):
-        ids = np.stack([rng.permutation(5)[:k] for _ in range(T)]).astype(np.int32)
-        ids[-1, 0] = -1
-        call: dict[str, Any] = {
-            "x": normal(rng, T, dim, dtype="bfloat16"),
-            "ids": ids,
-            "weights": rng.random((T, k), np.float32),
-        }
-        call |= {"gate_w": gate, "up_w": up, "down_w": down, "slot_of": i32(2, -2, 0, 1, -2)}
-        if op is ops.moe_shared_forward:
-            call |= {"residual": normal(rng, T, dim), "shared_gate_w": own[0], "shared_up_w": own[1]}
-            call |= {"shared_down_w": own[2], "shared_score": normal(rng, T, dtype="bfloat16")}
-        want = reference(op, **call | {"gate_w": halves[0], "up_w": halves[1]}).astype(np.float32)
-        got = run(op, variant="lanes", **call).astype(np.float32)
-        assert_close(f"{op.name} y", got, want, 4 * EPS["bfloat16"], np.abs(want).max())
+    check_experts_by_lanes(rng, own, both if stacked else None, halves, down)
 
 
 @pytest.mark.parametrize(("T", "mode", "streamed"), [(5, "mxfp4", True), (29, "mxfp4", False), (9, "affine", True)])

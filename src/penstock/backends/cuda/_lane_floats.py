@@ -12,19 +12,13 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._floats import float_values, scale_of
+from penstock.backends.cuda._lane_blocks import _MMA, _same
 from penstock.backends.cuda._launch import WIDENED
 
 GROUP = 32  # codes of a row that are taken together
 LANE_FLOATS = ("mxfp4", "mxfp8", "nvfp4")
 _LESS = tl.constexpr(256.0)
-
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 _E2M1, _E4M3 = "0x7E807E80", "0x7B807B80"  # 2^126 and 2^120 as two bfloat16
-
-
-@triton.constexpr_function
-def _same(kind, count):
-    return (kind,) * count
 
 
 @triton.constexpr_function
